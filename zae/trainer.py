@@ -30,9 +30,9 @@ from zae.arguments.constructor import (
     check_same,
 )
 from zae.compose.calls import explained_call, of_class_or_instance
-from zae.compose.class_checks import initial_values, without_test_step
 from zae.compose.composition import compose
 from zae.compose.first_call import without_first_calls
+from zae.compose.instance_checks import initial_values, without_test_step
 from zae.compose.introspect import hook, slots_of, with_trait
 from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of

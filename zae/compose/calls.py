@@ -1,4 +1,4 @@
-"""Explain wrong arguments of ``run``, and of other methods that a script calls."""
+"""Decorators of the methods that a script calls: wrong arguments are explained, and a class may be asked as well."""
 
 from __future__ import annotations
 

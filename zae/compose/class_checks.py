@@ -1,4 +1,4 @@
-"""Check a trainer class or an add-on when it is created, and refuse it with the line to write."""
+"""Check a trainer class or an add-on as it is defined, and refuse it with the line to write."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from zae.compose.introspect import (
     LAYERS,
     add_ons_of,
+    classes_to_initialize,
     function_of,
     hooks_of,
     is_add_on,
@@ -19,17 +20,10 @@ from zae.compose.introspect import (
     is_marked,
     is_trainer,
     mentions_super,
-    recipe_of,
 )
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
-__all__ = [
-    "check_class",
-    "check_complete",
-    "check_instance",
-    "initial_values",
-    "without_test_step",
-]
+__all__ = ["STEPS", "check_class", "error_for"]
 
 FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict")
 """The loop itself, which an add-on must not override."""
@@ -37,46 +31,8 @@ FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "pr
 _DATA_METHODS = ("evaluate", "predict")
 """The methods of `FIXED` that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
-_OPTIONS = ("seed", "gradient_clip", "monitor", "log_bar", "log_every")
-_TRAINER_NAMES = (
-    "current_run",
-    "engine",
-    "history",
-    "loader_position",
-    "nonfinite",
-    "optimization",
-    "precision_part",
-    "progress_checker",
-    "step_window",
-    *_OPTIONS,
-    "best",
-    "device",
-    "devices",
-    "grad_norm",
-    "log_history",
-    "log_test",
-    "log_train",
-    "optimizers",
-    "schedulers",
-    "test_metrics",
-    "train_history",
-    "train_metrics",
-    "valid_history",
-)
-"""What a trainer reads by these names, and an attribute of the user's may replace unseen: first its parts, of which the
-rest are attributes."""
-
-_STEPS = ("train_step", "test_step", "predict_step")
-_STEP_LINES = {
-    "train_step": [
-        "    def train_step(self, batch):",
-        "        inputs, targets = batch",
-        '        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}',
-        "",
-        "    test_step = train_step  # of an evaluation",
-    ],
-}
-"""The lines of what a class lacks, as its error shows them."""
+STEPS = ("train_step", "test_step", "predict_step")
+"""What a task defines, and the loop calls for each batch."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -169,14 +125,9 @@ def _check_init(cls: Any) -> None:
 # ------------------------------------------------------------------------------------------ where a class stands
 
 
-def _root_index(cls: Any) -> int:
-    """Return the index of Trainer in the MRO; the ``__init__`` of classes after it never runs."""
-    return max(index for index, klass in enumerate(cls.__mro__) if is_trainer(klass))
-
-
 def _plain_mixins(cls: Any) -> Iterator[Any]:
     """Yield the user's bases of a class that are not trainers."""
-    for klass in cls.__mro__[: _root_index(cls)]:
+    for klass in classes_to_initialize(cls):
         if not is_trainer(klass) and klass.__module__ not in ("builtins", "typing", "typing_extensions", "abc"):
             yield klass
 
@@ -198,7 +149,7 @@ def _check_bases(cls: Any) -> None:
                 f"{cls.__name__} is a torch.nn.Module and a Trainer, and cannot be both; derive from Trainer alone, "
                 "and give the model to it, where it is self.model"
             )
-    for klass in mro[_root_index(cls) + 1 :]:
+    for klass in mro[len(classes_to_initialize(cls)) :]:
         if isinstance(klass.__dict__.get("__init__"), FunctionType) and not getattr(klass, "_is_protocol", False):
             raise AddOnOrder(
                 f"{cls.__name__} has {klass.__name__} after Trainer, so {klass.__name__}.__init__ would never run; "
@@ -212,7 +163,7 @@ def _check_bases(cls: Any) -> None:
 def _check_methods(cls: Any, klass: Any) -> None:
     """Refuse an ``@override`` without a base method, and a method of the wrong kind."""
     behind = cls.__mro__[cls.__mro__.index(klass) + 1 :]
-    bases = cls.__mro__[_root_index(cls)].__mro__
+    bases = classes_to_initialize(cls)[-1].__mro__
     trainers = [c for c in behind if is_trainer(c) or c in bases]
     for name, value in klass.__dict__.items():
         inherited = any(name in c.__dict__ for c in behind)
@@ -220,7 +171,7 @@ def _check_methods(cls: Any, klass: Any) -> None:
             names: set[str] = set()
             for base in behind:
                 names.update(name for name in base.__dict__ if not name.startswith("_"))
-            raise _error(klass)(
+            raise error_for(klass)(
                 f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, names)}"
             )
         if name.startswith("_"):
@@ -233,7 +184,7 @@ def _check_methods(cls: Any, klass: Any) -> None:
 
 def _warn_of_names(cls: Any) -> None:
     """Warn of methods that look like hooks and that the loop does not call; they may be the class's own."""
-    hooks = [s for s in (*hooks_of(cls), *_STEPS, *FIXED) if len(s) > 5 or s == "setup"]
+    hooks = [s for s in (*hooks_of(cls), *STEPS, *FIXED) if len(s) > 5 or s == "setup"]
     inherited = {name for base in cls.__mro__[1:] for name in base.__dict__}
     texts = []
     for name, value in cls.__dict__.items():
@@ -250,7 +201,8 @@ def _warn_of_names(cls: Any) -> None:
         warnings.warn(text, UserWarning, stacklevel=4)  # At the class statement.
 
 
-def _error(klass: Any) -> type[TaskError]:
+def error_for(klass: Any) -> type[TaskError]:
+    """Return the type of an error about a class of the user: an add-on, or a task."""
     return AddOnError if is_add_on(klass) else TaskError
 
 
@@ -263,14 +215,16 @@ def _check_kind(klass: Any, name: str, value: Any, ours: Any) -> None:
         if is_property:
             return
         if isinstance(function, FunctionType):
-            raise _error(klass)(f"{where} is a property of the trainer; put @property above it")
-        raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's property {name!r}; give it another name")
+            raise error_for(klass)(f"{where} is a property of the trainer; put @property above it")
+        raise error_for(klass)(f"{where} = {value!r:.60} hides the trainer's property {name!r}; give it another name")
     if is_property:
-        raise _error(klass)(f"{where} is a property, but the trainer calls it; remove @property, or rename it")
+        raise error_for(klass)(f"{where} is a property, but the trainer calls it; remove @property, or rename it")
     if not (callable(value) or isinstance(function, FunctionType)):
-        raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's method {name}(); give it another name")
+        raise error_for(klass)(f"{where} = {value!r:.60} hides the trainer's method {name}(); give it another name")
     if inspect.isgeneratorfunction(value) and name.endswith("_context"):
-        raise _error(klass)(f"{where} yields, and must be a context manager; put @contextlib.contextmanager above it")
+        raise error_for(klass)(
+            f"{where} yields, and must be a context manager; put @contextlib.contextmanager above it"
+        )
 
 
 def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
@@ -290,7 +244,7 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
         right = ", ".join(
             p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.kind in _POSITIONAL
         )
-        raise _error(klass)(
+        raise error_for(klass)(
             f"{klass.__name__}.{name}{signature} does not fit the call in the loop; write def {name}({right}), or give "
             "a method of your own another name"
         ) from None
@@ -300,75 +254,10 @@ def _check_steps(cls: Any) -> None:
     """Refuse an add-on that takes the task's own step away."""
     if not is_add_on(cls):
         return
-    for name in set(_STEPS) & cls.__dict__.keys():
+    for name in set(STEPS) & cls.__dict__.keys():
         value = cls.__dict__[name]
         if not is_marked(value, "__replaces__") and not mentions_super(value):
             raise AddOnError(
                 f"{cls.__name__}.{name} overrides the task's own step without calling super(); call "
                 f"super().{name}(...), or mark the method with @zae.replaces if it replaces the step on purpose"
             )
-
-
-# ------------------------------------------------------------------------------------------------ an instance
-
-
-def check_complete(cls: Any) -> None:
-    """Refuse a class without train_step, with the lines to write."""
-    missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
-    if not missing:
-        return
-    root, ordered = recipe_of(cls)
-    name = "MyTask" if root.__name__ == "Trainer" else root.__name__
-    composition = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
-    lines = [f"class {name}(Trainer):"]
-    for method in missing:
-        lines += _STEP_LINES.get(method, [f"    def {method}(self): ..."])
-    lines += ["", f"trainer = {composition}(model, optimizer=optimizer, ...)"]
-    absent = " and no ".join(missing)
-    raise TaskError(f"{cls.__name__} cannot be instantiated: it has no {absent}. Write:\n\n" + "\n".join(lines))
-
-
-def without_test_step(cls: type) -> TaskError:
-    """Return the error for a class that is to evaluate and has no test_step."""
-    return TaskError(
-        f"{cls.__name__} has no test_step, which an evaluation calls for each batch; write test_step = train_step into "
-        "the class, or def test_step(self, batch)"
-    )
-
-
-def check_instance(trainer: Any) -> None:
-    """Refuse an instance whose ``__init__`` was not completed, or whose attributes hide methods."""
-    cls = type(trainer)
-    if "loader_position" not in vars(trainer):
-        starts = [c for c in cls.__mro__ if "__init__" in c.__dict__]
-        owner = next((c for c in starts if not mentions_super(c.__dict__["__init__"])), starts[0])
-        raise TaskError(
-            f"{owner.__name__}.__init__ does not call super().__init__, and so the trainer has no model; write "
-            "super().__init__(*args, **kwargs) in it"
-        )
-    for name, value in vars(trainer).items():
-        if not callable(value) and callable(getattr(cls, name, None)):
-            raise TaskError(
-                f"{cls.__name__}.__init__ sets self.{name} = {type(value).__name__}, which hides the method {name}(); "
-                "give the attribute another name"
-            )
-    for name, value in vars(trainer).pop("_initial_values").items():
-        present = getattr(trainer, name)
-        # An add-on puts another part in, of a class that derives from one of zae, or a device.
-        is_part = any(c.__module__.partition(".")[0] in ("zae", "torch") for c in type(present).__mro__)
-        is_plain = type(present) is type(value) and isinstance(value, (bool, int, float, str))
-        if not (present is value or is_part or (is_plain and present == value)):
-            raise _name_error(cls, name)
-
-
-def initial_values(trainer: Any) -> dict[str, Any]:
-    """Return what the constructor of Trainer has set, for `check_instance` to compare after every other one."""
-    return {name: getattr(trainer, name) for name in _TRAINER_NAMES}
-
-
-def _name_error(cls: type, name: str) -> TaskError:
-    option = f", or write super().__init__(..., {name}=...)" if name in _OPTIONS else ""
-    return TaskError(
-        f"{cls.__name__}.__init__ sets self.{name}, which the trainer keeps for itself; give the attribute another "
-        f"name{option}"
-    )

@@ -78,10 +78,10 @@ def load_installed(name: str) -> Any:
     if not points_by_value:
         points_by_value = {point.value: point for point in points if point.name == f"{name}Addon"}
     if not points_by_value:
-        known_names = sorted({point.name for point in points})
-        longer = [candidate for candidate in known_names if candidate.lower().startswith(name.lower())]
-        hint = did_you_mean(name, longer or known_names, cutoff=0.0 if longer else 0.6)
-        hint = hint or f"; installed are {', '.join(known_names)}"
+        installed_names = sorted({point.name for point in points})
+        longer = [candidate for candidate in installed_names if candidate.lower().startswith(name.lower())]
+        hint = did_you_mean(name, longer or installed_names, cutoff=0.0 if longer else 0.6)
+        hint = hint or f"; installed are {', '.join(installed_names)}"
         raise AddOnError(f"no add-on is called {name!r}{hint}")
     if len(points_by_value) > 1:
         owners = " and ".join(f"{p.value} of {p.dist.name if p.dist else '?'}" for p in points_by_value.values())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zae.compose.introspect import (
     add_ons_of,
+    classes_to_initialize,
     hooks_of,
     is_add_on,
     is_base,
@@ -109,9 +110,9 @@ def _check_order(cls: TrainerMeta, mixed: list[Any]) -> None:
 
 def _check_collisions(cls: Any) -> None:
     """Refuse a name that two unrelated classes both define, and a hook that one class replaces over another."""
-    root = _root(cls)
+    *outside, root = classes_to_initialize(cls)
     names = {klass: _own_names(klass) for klass in cls.__mro__ if is_trainer(klass) or klass.__module__ != "builtins"}
-    mro = [klass for klass in cls.__mro__[: cls.__mro__.index(root)] if "_partial" not in klass.__dict__]
+    mro = [klass for klass in outside if "_partial" not in klass.__dict__]
     core: set[str] = set()
     for klass in root.__mro__:
         core.update(klass.__dict__)
@@ -165,11 +166,6 @@ def _check_replaced(cls: Any, mro: list[Any]) -> None:
                     f"{outer.__name__} replaces {name}, so what {inner.__name__} does there is skipped; "
                     f"use one of them, or do that work in another hook"
                 )
-
-
-def _root(cls: Any) -> Any:
-    """Return Trainer."""
-    return next(klass for klass in reversed(cls.__mro__) if is_trainer(klass))
 
 
 def _own_names(cls: Any) -> dict[str, None]:

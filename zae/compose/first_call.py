@@ -14,8 +14,8 @@ from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from zae.compose.class_checks import error_for
 from zae.compose.introspect import function_of, hooks_of, is_add_on, is_base, is_marked, mentions_super, wrappers_of
-from zae.errors import AddOnError, TaskError
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -163,7 +163,7 @@ class FirstCall:
             getattr(super(klass, self._trainer), self._name)(*args)
             error = sys.exc_info()[1]
         if error is None:
-            raise _error(klass)(text)
+            raise error_for(klass)(text)
         error.add_note(f"zae: {text}")
 
     def _describe(self, klass: Any, add_ons: Sequence[Any]) -> str:
@@ -192,7 +192,7 @@ class FirstCall:
         klass, *others = [owner for owner in owners if not is_base(owner)]
         names = [other.__name__ for other in others]
         passes_on = f" (or {' or '.join(names)} inside of it)" if names else ""
-        raise _error(klass)(
+        raise error_for(klass)(
             f"{klass.__name__}.{self._name}{passes_on} returned None, and the loop needs its return value; write "
             f"return super().{self._name}(...), or store it and return it at the end"
         )
@@ -314,7 +314,3 @@ def _needs_value(cls: type, name: str, args: Sequence[Any]) -> bool:
     returned = str(default.__annotations__.get("return"))
     may_be_none = returned in ("None", "Any") or returned.endswith("| None")
     return not may_be_none and name not in _MAY_RETURN_NONE
-
-
-def _error(klass: type) -> type[TaskError]:
-    return AddOnError if is_add_on(klass) else TaskError

@@ -53,7 +53,6 @@ HOOKS = _by_name(
         "code before and after predict(loader)": "on_predict_start on_predict_end on_predict",
         "metric_on_epoch_end()": "on_validation_epoch_end validation_epoch_end training_epoch_end test_epoch_end",
         "add-ons: Task.add_on(...)": "configure_callbacks",
-        # Parts of a trainer, and what tells of them.
         # Data.
         "loader of run(n_epoch, loader)": "_get_train_sampler",
         "to_device(batch)": "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer _prepare_batch "

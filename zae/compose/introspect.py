@@ -17,6 +17,7 @@ __all__ = [
     "AddOnPart",
     "add_ons_of",
     "by_name",
+    "classes_to_initialize",
     "function_of",
     "hook",
     "hooks_of",
@@ -171,6 +172,12 @@ def is_trainer(cls: Any) -> bool:
 def is_add_on(cls: Any) -> bool:
     """Return whether a class is an add-on: a mixin that cannot run without a trainer."""
     return isinstance(cls, type) and bool(getattr(cls, "_is_addon", False))
+
+
+def classes_to_initialize(cls: Any) -> list[Any]:
+    """List the classes of a trainer whose ``__init__`` runs: those up to Trainer, which does not call its base's."""
+    mro = list(cls.__mro__)
+    return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
 
 
 def is_base(cls: type) -> bool:

@@ -5,8 +5,8 @@ It does what no base class can do, and nothing else:
 - When a class statement, or `Trainer.add_on`, makes a class, it is checked: a hook that would never be called, two
   add-ons in one slot, an order that the add-ons do not have (`zae.compose.class_checks`, `zae.compose.conflicts`).
 - When a class is called, its arguments are checked before any ``__init__`` runs, with all options of all add-ons known
-  (`zae.compose.options`); afterwards the instance is looked at. An ``__init__`` sees its own options only, and that of
-  an add-on is checked against the types in its signature (`zae.arguments`).
+  (`zae.compose.options`); afterwards the instance is looked at (`zae.compose.instance_checks`). An ``__init__`` sees
+  its own options only, and that of an add-on is checked against the types in its signature (`zae.arguments`).
 - Where Python finds no order of the bases, its error gets the line to write.
 
 A class that is derived from add-ons alone is an add-on, and cannot be called.
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from zae.arguments import checked
-from zae.compose.class_checks import check_class, check_complete, check_instance
+from zae.compose.class_checks import check_class
 from zae.compose.conflicts import check_composition
+from zae.compose.instance_checks import check_complete, check_instance, check_received
 from zae.compose.introspect import recipe_of
-from zae.compose.options import check_call, check_received, expand_call, options_of
+from zae.compose.options import check_call, expand_call, options_of
 from zae.compose.order import arrange
 from zae.errors import AddOnError, AddOnOrder
 

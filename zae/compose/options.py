@@ -12,13 +12,12 @@ from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
-from zae.compose.introspect import is_add_on, is_base, is_trainer
-from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
+from zae.compose.introspect import classes_to_initialize, is_add_on, is_base, is_trainer
+from zae.errors import AddOnConflict, OptionError, did_you_mean
 
 __all__ = [
     "check_call",
     "check_owners",
-    "check_received",
     "expand_call",
     "join",
     "option_value",
@@ -51,18 +50,12 @@ def options_of(cls: Any) -> _Options:
     cached_inits, options = cls.__dict__.get("__options__", (None, {}))
     if cached_inits != inits:
         options_by_name: _Options = {}
-        for klass in reversed(_classes_to_initialize(cls)):
+        for klass in reversed(classes_to_initialize(cls)):
             if isinstance(klass.__dict__.get("__init__"), FunctionType):
                 options_by_name = _options_outside(options_by_name, klass)
         options = MappingProxyType(options_by_name)
         cls.__options__ = (inits, options)
     return options
-
-
-def _classes_to_initialize(cls: Any) -> list[Any]:
-    """List the classes up to Trainer, which does not call ``super().__init__``."""
-    mro = list(cls.__mro__)
-    return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
 
 
 def _options_outside(inner: _Options, klass: type) -> _Options:
@@ -227,7 +220,7 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
 
 def _classes_with_init(cls: Any) -> list[Any]:
     """Return the classes that have an ``__init__`` of their own, the outermost first."""
-    return [klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
+    return [klass for klass in classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
 
 
 def _not_passed_on(cls: Any, name: str) -> str:
@@ -255,29 +248,6 @@ def owners_of_options(cls: Any) -> dict[str, Any]:
     return owners
 
 
-def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse an ``__init__`` of the user that takes ``**kwargs`` and has not passed them on: options would be lost."""
-    cls = type(trainer)
-    options = options_of(cls)
-    user_classes = [
-        c for c in _classes_to_initialize(cls) if not c.__module__.startswith("zae.") and "__init__" in c.__dict__
-    ]
-    if not user_classes:
-        return
-    values = option_values(trainer)
-    for name, value in kwargs.items():
-        parameter, owner = options[name]
-        default = parameter.default
-        # Only of plain values it is known that the trainer would have what was given, as it was given.
-        is_plain = type(value) is type(values.get(name)) is type(default) and isinstance(value, (bool, int, float, str))
-        if owner not in user_classes and is_plain and values[name] == default != value:
-            names = " or ".join(c.__name__ for c in user_classes)
-            raise TaskError(
-                f"{name}={value!r} was given to {cls.__name__} and lost: {names}.__init__ does not pass it on; write "
-                "super().__init__(*args, **kwargs) there"
-            )
-
-
 def join(names: Iterable[str]) -> str:
     """Join names by commas and a last "and"."""
     *most, last = names
@@ -293,7 +263,7 @@ def _own_entry_points() -> list[metadata.EntryPoint]:
 
 def _known_add_ons(cls: Any) -> list[Any]:
     """List the add-ons that are defined by now, zae's own last; only for errors, as it imports them."""
-    root = next(c for c in reversed(cls.__mro__) if is_trainer(c))
+    root = classes_to_initialize(cls)[-1]
     installed = []
     for point in _own_entry_points():
         # The message is about another mistake; and the metadata of an editable install may be older than its files.

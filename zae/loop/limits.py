@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zae.arguments import Count, NonNegative, check_argument, checked
-from zae.compose.class_checks import without_test_step
+from zae.compose.instance_checks import without_test_step
 from zae.compose.introspect import owners_of
 from zae.data.batch_limits import BatchLimits
 from zae.data.loader_checks import check_loader, check_repeatable
