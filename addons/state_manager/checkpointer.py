@@ -269,7 +269,7 @@ class Checkpointer:
             return
         name = plan.target.name
         with self.scratch(name) as local:
-            write(plan._replace(target=local))
+            write(plan, place=local)
             with self.reaching(f"{name} was not saved"):
                 self.put(name, local)
 

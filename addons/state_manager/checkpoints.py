@@ -32,7 +32,6 @@ from zae.checkpoint.names import checkpoint_name, original_name, step_of
 from zae.checkpoint.rows import Pieces
 from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
-from zae.loop.nonfinite import bad_parameters
 from zae.loop.progress import ProgressChecker
 from zae.values.walk import is_sharded
 
@@ -293,7 +292,6 @@ class Checkpoints:
             pieces, last_rows = self._pieces.split(rows)
             beside_weights = {key: value for key, value in state.items() if key != "model"}
             beside_weights["records"] = {**beside_weights["records"], **last_rows}
-            check = partial(_refuse_nonfinite, target, trained)
             files = plan(
                 target,
                 weights,
@@ -302,7 +300,7 @@ class Checkpoints:
                 model_format=model_format,
                 group=group,
                 pieces=pieces,
-                check=check,
+                trained=trained,
             )
             self.saver.save(files, partial(self._commit, replaces))
 
@@ -431,16 +429,3 @@ def _lies_in_parts(weights: Mapping[str, Tensor], model_format: str) -> bool:
         return True
     # A stage of a pipeline has the weights of the other stages on the meta device.
     return model_format == "sharded" and any(weight.is_meta for weight in weights.values())
-
-
-def _refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[str, Tensor]) -> None:
-    """Refuse to save trained parameters that are not finite; the names of weights end with ``@`` and their offsets."""
-    names = {key: key.rpartition("@")[0] for key in weights}
-    parameters = {key: weight for key, weight in weights.items() if names[key] in trained}
-    bad = sorted({names[key] for key in bad_parameters(parameters)})
-    if bad:
-        others_text = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
-        raise NonFiniteError(
-            f"{target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others_text}; "
-            "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
-        )

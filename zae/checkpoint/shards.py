@@ -30,7 +30,7 @@ from zae.values.walk import is_sharded
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import TensorWriteData
 
-__all__ = ["OF_MODEL", "OF_STATE", "chunk_name", "divide", "read_parts"]
+__all__ = ["OF_MODEL", "OF_STATE", "chunk_name", "divide", "read_parts", "weight_of_chunk"]
 
 OF_MODEL, OF_STATE = "model/", "state/"
 """What the names of divided tensors begin with in shards.json."""
@@ -39,6 +39,11 @@ OF_MODEL, OF_STATE = "model/", "state/"
 def chunk_name(name: str, offsets: Sequence[int]) -> str:
     """Return the name of one part of a tensor in a shard."""
     return f"{name}@{','.join(map(str, offsets))}"
+
+
+def weight_of_chunk(chunk: str) -> str:
+    """Return the name of the weight that a part in a shard is of; empty for a part of another tensor."""
+    return chunk.removeprefix(OF_MODEL).rpartition("@")[0] if chunk.startswith(OF_MODEL) else ""
 
 
 def divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

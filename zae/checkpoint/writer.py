@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,20 +45,16 @@ from zae.checkpoint.json_text import json_text
 from zae.checkpoint.manifest import FileEntry, Manifest, draft, seal
 from zae.checkpoint.names import MANIFEST, MODEL_FILES, PIECE, SHARDS, STATE, STATE_TENSORS, shard_name
 from zae.checkpoint.rows import Piece
-from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide
+from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide, weight_of_chunk
 from zae.checkpoint.tensor_bytes import byte_count, separate
 from zae.checkpoint.tensor_files import write_safetensors
-from zae.errors import CheckpointError
-from zae.values.walk import is_sharded
+from zae.errors import CheckpointError, NonFiniteError
+from zae.values.walk import is_sharded, nonfinite_in
 
 __all__ = ["Files", "SavePlan", "plan", "write"]
 
 Files: TypeAlias = "dict[str, dict[str, Tensor] | bytes | Piece]"
 """What goes into each file, by its name: tensors, text, or rows that an earlier checkpoint may have as well."""
-
-
-def _accept(weights: Mapping[str, Tensor]) -> None:
-    """Accept any weights."""
 
 
 class SavePlan(NamedTuple):
@@ -68,7 +64,7 @@ class SavePlan(NamedTuple):
     files: Files
     manifest: Manifest | None = None
     group: Group = Group()  # The ranks that write it.
-    check: Callable[[Mapping[str, Tensor]], object] = _accept  # It is called with `weights`, and may refuse them.
+    trained: Collection[str] = ()  # The weights that must be finite.
 
     @property
     def byte_count(self) -> int:
@@ -81,17 +77,6 @@ class SavePlan(NamedTuple):
                 count += len(content) if isinstance(content, bytes) else byte_count(*content.values())
         return count
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights in it, by their names and the offsets of each part: ``name@0,8``, ``name@`` if whole."""
-        parts: dict[str, Tensor] = {}
-        for file, content in self.files.items():
-            for name, tensor in content.items() if isinstance(content, dict) else ():
-                if file in MODEL_FILES.values():
-                    parts[f"{name}@"] = tensor
-                elif file != STATE_TENSORS and name.startswith(OF_MODEL):
-                    parts[name.removeprefix(OF_MODEL)] = tensor
-        return parts
-
 
 def plan(
     target: Path,
@@ -102,73 +87,60 @@ def plan(
     model_format: str,
     group: Group = Group(),  # noqa: B008  (it is a tuple)
     pieces: Mapping[str, Piece] = MappingProxyType({}),
-    check: Callable[[Mapping[str, Tensor]], object] = _accept,
+    trained: Collection[str] = (),
 ) -> SavePlan:
     """Return what this rank writes of a checkpoint, without writing it; with "sharded" all ranks of the group call it.
 
     Tensors stay where they are until they are copied or written.
     """
-
-    def stage() -> tuple[Files, Manifest | None, dict[str, Tensor]]:
-        structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
-        if group.rank:
-            return {}, None, tensors
-        untied, tied = separate(weights)
-        files: Files = {
-            MODEL_FILES[model_format]: dict(weights) if model_format == "ckpt" else untied,
-            STATE_TENSORS: tensors,
-            STATE: json_text(target, structure),
-            **pieces,
-        }
-        run = structure.get("records", {}).get("run")
-        return files, draft(model_format, tied, about, has_rows=bool(pieces), run=run), tensors
-
-    if model_format == "sharded":
-        return SavePlan(target, *_stage_in_parts(stage, weights, group, target), group, check)
-    return SavePlan(target, *stage()[:2], group, check)
-
-
-def _stage_in_parts(
-    stage: Callable[[], tuple[Files, Manifest | None, dict[str, Tensor]]],
-    weights: Mapping[str, Tensor],
-    group: Group,
-    target: Path,
-) -> tuple[Files, Manifest | None]:
-    """Return the files of this rank and the manifest; what some rank has a part of is in the shards alone."""
+    is_sharded_format = model_format == "sharded"
     files: Files = {}
     manifest: Manifest | None = None
     named: dict[str, Tensor] = {}  # All tensors of this rank, by their names in shards.json.
 
-    def stage_own() -> list[str]:
+    def stage() -> list[str]:
+        """Stage whole tensors, and return the names of those that this rank has a part of, or nothing at all."""
         nonlocal files, manifest
-        files, manifest, tensors = stage()
+        structure, tensors = encode(dict(state), with_parts=is_sharded_format)
+        if group.rank == 0:
+            untied, tied = separate(weights)
+            files = {
+                MODEL_FILES[model_format]: dict(weights) if model_format == "ckpt" else untied,
+                STATE_TENSORS: tensors,
+                STATE: json_text(target, structure),
+                **pieces,
+            }
+            run = structure.get("records", {}).get("run")
+            manifest = draft(model_format, tied, about, has_rows=bool(pieces), run=run)
+        if not is_sharded_format:
+            return []
         named.update({OF_MODEL + name: tensor for name, tensor in weights.items()})
         named.update({OF_STATE + name: tensor for name, tensor in tensors.items()})
         return [name for name, tensor in named.items() if is_sharded(tensor) or tensor.is_meta]
 
-    # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
-    divided = {*itertools.chain(*group.together(stage_own, target))}
-    parts = {name: tensor for name, tensor in named.items() if name in divided and not tensor.is_meta}
-    chunks, described = divide(parts, group, target)
-    for file, content in files.items():
-        if isinstance(content, dict):
-            kind = OF_STATE if file == STATE_TENSORS else OF_MODEL
-            files[file] = {name: tensor for name, tensor in content.items() if kind + name not in divided}
-    files = {shard_name(group.rank): chunks, **files}
-    if group.rank == 0:
-        files[SHARDS] = json_text(target, described)
-    return files, manifest
+    divided = {*itertools.chain(*group.together(stage, target))}
+    if is_sharded_format:  # What some rank has a part of is in the shards alone: no other one writes it whole.
+        parts = {name: tensor for name, tensor in named.items() if name in divided and not tensor.is_meta}
+        chunks, described = divide(parts, group, target)
+        for file, content in files.items():
+            if isinstance(content, dict):
+                kind = OF_STATE if file == STATE_TENSORS else OF_MODEL
+                files[file] = {name: tensor for name, tensor in content.items() if kind + name not in divided}
+        files = {shard_name(group.rank): chunks, **files}
+        if group.rank == 0:
+            files[SHARDS] = json_text(target, described)
+    return SavePlan(target, files, manifest, group, trained)
 
 
-def write(save: SavePlan, reads_back: bool = False) -> None:
-    """Write a checkpoint to its place; all ranks of its group call it.
+def write(save: SavePlan, reads_back: bool = False, place: Path | None = None) -> None:
+    """Write a checkpoint to its target, or to another place; all ranks of its group call it.
 
-    When this returns, the disk has all of it. If it fails on one rank, its check included, it fails on all, and nothing
-    is left. An existing checkpoint with this name stays complete until the new one is, which then replaces it. The
-    directory must be on a disk that all ranks share. With ``reads_back``, and where it replaces one, each rank then
-    reads what it has written, and compares the hashes: before others are removed.
+    When this returns, the disk has all of it. If it fails on one rank, by weights that are not finite too, it fails on
+    all, and nothing is left. An existing checkpoint with this name stays complete until the new one is, which then
+    replaces it. The directory must be on a disk that all ranks share. With ``reads_back``, and where it replaces one,
+    each rank then reads what it has written, and compares the hashes: before others are removed.
     """
-    directory = Path(os.path.abspath(save.target))
+    directory = Path(os.path.abspath(place or save.target))
     manifest = save.manifest
     needed = save.byte_count
     together = partial(save.group.together, where=directory, needed=needed)
@@ -223,7 +195,7 @@ def _write_files(staging: Path, save: SavePlan) -> dict[str, FileEntry]:
                 continue
             content = content.text
         outputs[name] = write_file(path, partial(_write_content, name, content, tied))
-    save.check(save.weights())  # Each file is hashed while the next is written, and during the check.
+    _refuse_nonfinite(save)  # Each file is hashed while the next is written, and during the check.
     for name, output in outputs.items():
         entries[name] = FileEntry(size=output.size, sha256=output.hexdigest())
     return entries
@@ -239,6 +211,25 @@ def _write_content(
         write_ckpt(write, content)
     else:
         write_safetensors(write, content, tied=tied if name in MODEL_FILES.values() else {})
+
+
+def _refuse_nonfinite(save: SavePlan) -> None:
+    """Refuse to save trained parameters that are not finite, as far as this rank writes them."""
+    names: dict[str, str] = {}  # Of the weights, by what they or their parts are called in a file.
+    parameters: dict[str, Tensor] = {}
+    for file, content in save.files.items():
+        for key, tensor in content.items() if isinstance(content, dict) else ():
+            name = key if file in MODEL_FILES.values() else weight_of_chunk(key)
+            if name in save.trained:
+                names[key] = name
+                parameters[key] = tensor
+    bad = sorted({names[key] for key in nonfinite_in(parameters)})
+    if bad:
+        others_text = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"{save.target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others_text}; "
+            "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
+        )
 
 
 def _read_back(directory: Path, written: Mapping[str, FileEntry]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zae.errors import NonFiniteError
 from zae.values.strides import has_own_elements
+from zae.values.walk import nonfinite_in
 
 if TYPE_CHECKING:
     from zae.loop.processes import Processes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from zae.loop.step_output import StepOutput
     from zae.optim.optimization import Optimization
 
-__all__ = ["MAX_DELAY_STEPS", "NonFiniteGuard", "bad_parameters"]
+__all__ = ["MAX_DELAY_STEPS", "NonFiniteGuard"]
 
 _log = logging.getLogger("zae")
 
@@ -203,7 +204,7 @@ def _spoilt_statistics(model: nn.Module) -> list[str]:
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[2].startswith("running_") and not nn.parameter.is_lazy(buffer):
             statistics[name] = buffer
-    return bad_parameters(statistics)
+    return nonfinite_in(statistics)
 
 
 _REMEDY = (
@@ -214,18 +215,6 @@ _NO_TARGETS = (
     "A batch has num_targets 0, and the mean over no target is NaN: divide the sum by num_targets.clamp(min=1), for "
     "instance cross_entropy(logits, labels, reduction='sum') / num_targets.clamp(min=1)"
 )
-
-
-def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:
-    """Name the parameters that hold NaN or an infinity; a device is waited for once."""
-    floats = {key: value.detach() for key, value in named.items() if value.is_floating_point() and value.numel()}
-    if not floats:
-        return []
-    # A sum is one fast pass; that it is finite proves that all are. Only else each number is looked at.
-    device = next(iter(floats.values())).device
-    totals = torch.stack([value.sum().float().to(device) for value in floats.values()]).tolist()
-    suspects = [key for key, total in zip(floats, totals, strict=True) if not math.isfinite(total)]
-    return [key for key in suspects if not bool(floats[key].isfinite().all())]
 
 
 def _format_numbers(out: Mapping[str, Any]) -> str:

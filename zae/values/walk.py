@@ -36,6 +36,7 @@ __all__ = [
     "local_part",
     "map_tensors",
     "names_read_by",
+    "nonfinite_in",
     "redistribute_like",
     "sample",
     "search",
@@ -187,6 +188,18 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     a, b = (tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous() for tensor in (a, b))
     return torch.equal(*(tensor.unsqueeze(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+def nonfinite_in(named: Mapping[str, Tensor]) -> list[str]:
+    """Name the tensors that hold NaN or an infinity; a device is waited for once."""
+    floats = {key: value.detach() for key, value in named.items() if value.is_floating_point() and value.numel()}
+    if not floats:
+        return []
+    # A sum is one fast pass; that it is finite proves that all are. Only else each number is looked at.
+    device = next(iter(floats.values())).device
+    totals = torch.stack([value.sum().float().to(device) for value in floats.values()]).tolist()
+    suspects = [key for key, total in zip(floats, totals, strict=True) if not math.isfinite(total)]
+    return [key for key in suspects if not bool(floats[key].isfinite().all())]
 
 
 def search(
