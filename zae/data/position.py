@@ -186,9 +186,9 @@ class LoaderPosition:
 
     def _check_order(self, loader: Any) -> None:
         """Refuse to continue an open epoch whose batches came in no known order."""
-        state = self._loaded if self._continues_state else None
-        is_known = has_order(loader) if state is None else not state.get("has_no_order")
-        if not is_known:
+        state = self._continued_state
+        is_in_order = has_order(loader) if state is None else not state.get("has_no_order")
+        if not is_in_order:
             raise (LoaderError if state is None else CheckpointMismatch)(
                 "an epoch is open, and its batches came as the workers finished them (in_order=False, with several "
                 "workers), so that it is not known which samples were used: to continue would use some twice and "
@@ -207,8 +207,9 @@ class LoaderPosition:
         It comes before the hooks that begin an epoch, which win at the end of one, as in a run that is not interrupted.
         """
         self._values.begin(loader, trainer)
-        if self._continues_state:
-            self._values.put_back(loader, self._loaded["present"])  # type: ignore[index]
+        state = self._continued_state
+        if state is not None:
+            self._values.put_back(loader, state["present"])
         if self._loaded is not None and not trainer.progress_checker.epoch_batch:
             # What these hooks draw, or seed, counts for the epoch as well.
             LoaderStreams(loader, self._values).rewind(self._loaded["present"], with_values=False)
@@ -240,13 +241,15 @@ class LoaderPosition:
         return self._loaded is not None
 
     @property
-    def _continues_state(self) -> bool:
-        """Whether the next batches continue those of a state that was loaded."""
-        return self._loaded is not None and "is_of_another" not in self._loaded
+    def _continued_state(self) -> dict[str, Any] | None:
+        """The state whose batches the next ones continue: one that was loaded, unless the run has another loader."""
+        if self._loaded is None or "is_of_another" in self._loaded:
+            return None
+        return self._loaded
 
     def is_of(self, loader: Any) -> bool:
         """Return whether this loader can continue the epoch."""
-        return self._continues_state or self.loader is loader
+        return self._continued_state is not None or self.loader is loader
 
     def batches(self, loader: Any, used: int, used_in_all: int) -> Iterator[Any]:
         """Iterate over the batches that are left in the epoch, without batches that are None.
@@ -281,10 +284,11 @@ class LoaderPosition:
         if is_another or self._reading is None or self._loaded is not None:
             self._streams = LoaderStreams(loader, self._values)
             self._reading = position_of(loader, self._streams, self.is_fast, used_before)
-        if self._loaded is not None and self._continues_state:
-            self._streams.begin = self._loaded["begin"]
-            self._reading.load_state_dict(self._loaded)
-            self._first_batches.load_state_dict(self._loaded)
+        state = self._continued_state
+        if state is not None:
+            self._streams.begin = state["begin"]
+            self._reading.load_state_dict(state)
+            self._first_batches.load_state_dict(state)
         self._loaded = None
         self._ended_with = None
         return self._reading
