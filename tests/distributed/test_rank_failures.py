@@ -140,8 +140,8 @@ def test_ranks_that_all_end_at_once_are_an_error(monkeypatch):
 
     def late(ranks):
         real(ranks)
-        for process in ranks._processes:
-            process.join()
+        for rank in ranks._ranks:
+            rank.process.join()
 
     monkeypatch.setattr(launching._Ranks, "_note_deaths", late)
     trainer = build(EndsAll, (MultiGPUAddon,), ["cpu", "cpu"], timeout=60.0, seed=1)

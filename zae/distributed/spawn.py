@@ -140,19 +140,37 @@ def _importable_main() -> Iterator[None]:
             main["__file__"] = file
 
 
+class _Rank:
+    """The process of a rank, and what it has reported."""
+
+    def __init__(self, number: int, process: Any, connection: Any) -> None:
+        self.number = number
+        self.process = process
+        self.connection = connection  # Its end of a pipe: a Connection, or on Windows a PipeConnection.
+        self.is_open = True  # Whether more reports may come.
+        self.report: Report | None = None  # The last one.
+        self.done_at: float | None = None  # When it has reported that its work is done.
+        self.died_at: float | None = None  # When it was found dead without having reported its end.
+        self.was_killed = False  # By this process.
+
+    def __str__(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
+
+    @property
+    def failure(self) -> Report | None:
+        """Its report of an error."""
+        return self.report if self.report is not None and self.report.kind in ("failing", "failed") else None
+
+
 class _Ranks:
-    """The processes of one run, and their reports."""
+    """The processes of one run."""
 
     def __init__(self, tasks: list[Task], show: Callable[..., Any] | None) -> None:
         self._tasks = tasks
+        self._timeout = tasks[0].timeout
         self._show = show
-        self._processes: list[Any] = []
-        self._connections: dict[Any, int] = {}  # The pipe of each rank: a Connection, or on Windows a PipeConnection.
-        self._reports: dict[int, Report] = {}
-        self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
-        self._ended_here: set[int] = set()
-        self._deadline: float | None = None
-        self._done_at: dict[int, float] = {}  # When a rank has reported that its work is done.
+        self._ranks: list[_Rank] = []
+        self._deadline: float | None = None  # After a failure.
 
     def __enter__(self) -> _Ranks:
         context = multiprocessing.get_context("spawn")
@@ -163,8 +181,7 @@ class _Ranks:
                 with _importable_main():
                     process.start()
                 theirs.close()
-                self._processes.append(process)
-                self._connections[ours] = task.rank
+                self._ranks.append(_Rank(task.rank, process, ours))
         except BaseException:
             self._kill()
             raise
@@ -172,8 +189,8 @@ class _Ranks:
 
     def __exit__(self, *_: object) -> None:
         self._kill()
-        for connection in self._connections:
-            connection.close()
+        for rank in self._ranks:
+            rank.connection.close()
 
     def watch(self) -> None:
         """Wait until every rank has ended, and raise the first failure."""
@@ -192,49 +209,50 @@ class _Ranks:
 
     def _wait(self) -> None:
         """Receive reports until every rank has ended, or one has not by its deadline: after a failure, or its work."""
-        open_ends = set(self._connections)
-        patience = self._tasks[0].timeout
-        while alive := {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}:
-            sentinels = [process.sentinel for process in alive.values()]
-            limits = [when + patience for rank, when in self._done_at.items() if rank in alive]
-            limits += [] if self._deadline is None else [self._deadline]
-            left = min(limits) - time.monotonic() if limits else None
-            if left is not None and left <= 0:
+        while alive := [rank for rank in self._ranks if rank.process.is_alive()]:
+            deadlines = [rank.done_at + self._timeout for rank in alive if rank.done_at is not None]
+            if self._deadline is not None:
+                deadlines.append(self._deadline)
+            seconds = min(deadlines) - time.monotonic() if deadlines else None
+            if seconds is not None and seconds <= 0:
                 return
-            for ready in wait([*open_ends, *sentinels], left):
-                if ready in open_ends and not self._receive(ready):
-                    open_ends.discard(ready)
+            pipes = {rank.connection: rank for rank in self._ranks if rank.is_open}
+            for ready in wait([*pipes, *(rank.process.sentinel for rank in alive)], seconds):
+                if ready in pipes:
+                    self._receive(pipes[ready])
             self._note_deaths()
         self._note_deaths()  # Of all ranks that ended after the last look.
 
-    def _receive(self, connection: Any) -> bool:
+    def _receive(self, rank: _Rank) -> bool:
         """Receive one report; return False when there will be no more."""
         try:
-            report: Report = connection.recv()
+            report: Report = rank.connection.recv()
         except (EOFError, OSError):
+            rank.is_open = False
             return False
         if report.kind == "shows":
             if self._show is not None:
                 self._show(*report.shown)
             return True
-        rank = self._connections[connection]
-        self._reports[rank] = report
+        rank.report = report
         if report.kind == "done":
-            self._done_at[rank] = time.monotonic()
-        if report.kind in ("failing", "failed"):
-            self._hurry(UNWIND_TIMEOUT_S if report.kind == "failing" else GRACE_TIMEOUT_S)
+            rank.done_at = time.monotonic()
+        elif report.kind == "failing":
+            self._hurry(UNWIND_TIMEOUT_S)
+        elif report.kind == "failed":
+            self._hurry(GRACE_TIMEOUT_S)
         return True
 
     def _note_deaths(self) -> None:
         """Record ranks that have ended without a report."""
-        for connection, rank in self._connections.items():
-            if self._processes[rank].is_alive() or rank in self._died:
+        for rank in self._ranks:
+            if rank.process.is_alive() or rank.died_at is not None:
                 continue
             with suppress(EOFError, OSError):
-                while connection.poll() and self._receive(connection):
+                while rank.connection.poll() and self._receive(rank):
                     pass
-            if rank not in self._reports or self._reports[rank].kind == "began":
-                self._died[rank] = time.monotonic()
+            if rank.report is None or rank.report.kind == "began":
+                rank.died_at = time.monotonic()
                 self._hurry(GRACE_TIMEOUT_S)
 
     def _hurry(self, seconds: float) -> None:
@@ -243,18 +261,18 @@ class _Ranks:
 
     def _kill(self) -> None:
         """Kill the remaining processes."""
-        for rank, process in enumerate(self._processes):
-            if process.is_alive():
-                self._ended_here.add(rank)
-                process.kill()
-        for process in self._processes:
-            process.join()
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.was_killed = True
+                rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
 
     def _signal(self, number: int) -> None:
-        for process in self._processes:
-            if process.is_alive() and process.pid:
+        for rank in self._ranks:
+            if rank.process.is_alive() and rank.process.pid:
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+                    os.kill(rank.process.pid, number)
 
     @contextmanager
     def _pass_signals_on(self) -> Iterator[None]:
@@ -287,56 +305,54 @@ class _Ranks:
 
     def _raise_failure(self) -> None:
         """Raise the first failure; failures that followed from it are in its notes."""
-        world = len(self._processes)
-        failed = {rank: r for rank, r in self._reports.items() if r.kind in ("failed", "failing")}
-        causes = {rank: r for rank, r in failed.items() if not r.lost_peer}
-        dead = {rank: (when, self._processes[rank].exitcode) for rank, when in self._died.items()}
-        first = min(causes, key=lambda rank: causes[rank].when, default=None)
-        for rank, (when, code) in dead.items():
+        world = len(self._ranks)
+        failures = {rank: rank.failure for rank in self._ranks if rank.failure is not None}
+        summaries = "".join(f"\n  rank {rank.number}: {failure.summary}" for rank, failure in failures.items())
+        in_order = sorted(failures, key=lambda rank: failures[rank].when)
+        first = next((rank for rank in in_order if not failures[rank].lost_peer), None)
+        deaths = sorted((rank.died_at, rank.number) for rank in self._ranks if rank.died_at is not None)
+        for died_at, number in deaths:
+            rank = self._ranks[number]
             # A rank that is killed makes the others fail, an aborted one may have followed from their failure.
-            if first is None or (when < causes[first].when + 1.0 and code != -signal.SIGABRT):
-                raise DistributedError(self._describe_death(rank, code) + self._list_failures(failed))
+            was_aborted = rank.process.exitcode == -signal.SIGABRT
+            if first is None or (died_at < failures[first].when + 1.0 and not was_aborted):
+                raise DistributedError(self._describe_death(rank) + summaries)
         if first is not None:
-            raise causes[first].rebuild(first, world)
-        missing = sorted(self._ended_here - failed.keys())
-        if missing and failed:
-            raise DistributedError(self._describe_silence(missing) + self._list_failures(failed))
-        if failed:
-            rank = min(failed, key=lambda number: failed[number].when)
-            raise failed[rank].rebuild(rank, world)
-        if missing:
-            rank = next((candidate for candidate in missing if candidate in self._done_at), missing[0])
+            raise failures[first].rebuild(first.number, world)
+        silent = [rank for rank in self._ranks if rank.was_killed and rank not in failures]
+        if silent and failures:
+            raise DistributedError(self._describe_silence(silent) + summaries)
+        if failures:
+            rank = in_order[0]
+            raise failures[rank].rebuild(rank.number, world)
+        if silent:
+            rank = next((candidate for candidate in silent if candidate.done_at is not None), silent[0])
             raise DistributedError(
-                f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end "
-                f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
+                f"rank {rank.number} of {world} (process {rank.process.pid}) had done its work and did not end "
+                f"within timeout={self._timeout:g} s, and was ended; look for a thread that it waits for: "
                 "Thread(daemon=True), or one that is joined before run() returns"
             )
 
-    def _describe_silence(self, missing: Sequence[int]) -> str:
+    def _describe_silence(self, silent: Sequence[_Rank]) -> str:
         """Name the ranks that have not answered, and what to look for."""
-        names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
         return (
-            f"{names} of {len(self._processes)} did not answer within timeout={self._tasks[0].timeout:g} s, and "
-            f"{'were' if missing[1:] else 'was'} ended; look for what only that rank does: an endless loop, a read "
-            "that does not return, a collective that the others do not call. If a signal has stopped it, SIGSTOP for "
-            "instance, start the script again: with resume='auto' it continues from the newest checkpoint. If the work "
-            "takes that long, write a longer timeout=..."
+            f"{' and '.join(map(str, silent))} of {len(self._ranks)} did not answer within "
+            f"timeout={self._timeout:g} s, and {'were' if silent[1:] else 'was'} ended; look for what only that rank "
+            "does: an endless loop, a read that does not return, a collective that the others do not call. If a signal "
+            "has stopped it, SIGSTOP for instance, start the script again: with resume='auto' it continues from the "
+            "newest checkpoint. If the work takes that long, write a longer timeout=..."
         )
 
-    def _describe_death(self, rank: int, code: int | None) -> str:
-        who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
+    def _describe_death(self, rank: _Rank) -> str:
+        code = rank.process.exitcode
+        who = f"rank {rank.number} of {len(self._ranks)} (process {rank.process.pid})"
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "?"
             why = f"; {SIGNALS[-code]}" if -code in SIGNALS else ""
             return f"{who} was killed by signal {-code} ({name}){why}; the others were ended"
-        if rank not in self._reports:
+        if rank.report is None:
             return (
                 f"{who} ended with exit code {code} before it began; what it says is printed above. A script that runs "
                 'on several devices begins its run under: if __name__ == "__main__":'
             )
         return f"{who} ended with exit code {code} in the middle of the run; the others were ended"
-
-    @staticmethod
-    def _list_failures(failed: dict[int, Report]) -> str:
-        """Describe the failures of the other ranks, in one line each."""
-        return "".join(f"\n  rank {rank}: {report.summary}" for rank, report in sorted(failed.items()))
