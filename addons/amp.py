@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-from zae import optim
 from zae.addon import AddOnBase, Description, replaces
 from zae.device import cpu_computes_in_bf16
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.null_context import NULL_CONTEXT, both
+from zae.optim import parameters_of
+from zae.optim.checks import needs_closure
 from zae.parts import Precision
 from zae.torch_private import found_overflow, overflow_flags
 
@@ -288,7 +289,7 @@ class AMPAddon(AddOnBase):
     def _check_closures(self) -> None:
         """Refuse a loss scale for an optimizer that evaluates the loss itself, which the scaler cannot step."""
         for name, optimizer in self.optimizers.items():
-            if optim.needs_closure(optimizer):
+            if needs_closure(optimizer):
                 raise ConfigError(
                     f"precision='fp16' scales the loss, and optimizer {name} ({type(optimizer).__name__}) evaluates it "
                     "itself, several times in a step; write precision='bf16' or 'fp32'"
@@ -324,7 +325,7 @@ class AMPAddon(AddOnBase):
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step through the scaler, which skips an optimizer whose gradients overflowed."""
         is_scaled = self.precision_part.is_scaled
-        if not is_scaled or all(p.grad is None for p in optim.parameters_of(optimizer)):
+        if not is_scaled or all(p.grad is None for p in parameters_of(optimizer)):
             return super().step_one(optimizer)  # One of several, not used in this step: the scaler would refuse it.
         return self.precision_part.step(optimizer)
 

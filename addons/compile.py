@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from zae import optim, torch_private
+from zae import torch_private
 from zae.addon import AddOnBase
 from zae.errors import ConfigError, did_you_mean
+from zae.model.weights import has_lazy
 from zae.torch_private import compiler, inductor_modes
 
 __all__ = ["CompileAddon"]
@@ -181,7 +182,7 @@ class CompileAddon(AddOnBase):
                 f"would add up those of a step of {count} batches wrongly; write "
                 "compile_mode='max-autotune-no-cudagraphs' or 'default', or make a step of one batch"
             )
-        if optim.has_lazy(self.parameters):  # A lazy layer draws its weights; the compiler would restore the stream.
+        if has_lazy(self.parameters):  # A lazy layer draws its weights; the compiler would restore the stream.
             return super().micro_step(batch, count)
         with self._compiled_model() if self.compile_target == "model" else self._compiled_step():
             return super().micro_step(batch, count)

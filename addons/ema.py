@@ -18,8 +18,7 @@ from zae.checkpoint.encoding import name_of_key
 from zae.checkpoint.group import Group
 from zae.checkpoint.weights import save_weights
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.model.weights import fit_name, is_half_weight, own_names, plain_names, plain_state
-from zae.optim import has_lazy
+from zae.model.weights import fit_name, has_lazy, is_half_weight, own_names, plain_names, plain_state
 from zae.torch_private import alike, in_place
 from zae.values.strides import has_own_elements
 from zae.values.walk import is_sharded, local_part, redistribute_like

@@ -14,7 +14,7 @@ import zae
 from zae.compose.introspect import add_ons_of
 from zae.compose.options import option_values
 from zae.device import name_of_device
-from zae.optim import has_lazy
+from zae.model.weights import has_lazy
 
 __all__ = ["Description", "describe", "descriptions_of", "trainer_text"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import optim
 from zae.model.weights import load_fitted
 from zae.null_context import NULL_CONTEXT
+from zae.optim.gradients import gradient_norm
 
 AnyEngine = TypeVar("AnyEngine", bound="SingleProcess")
 
@@ -130,7 +130,7 @@ class SingleProcess:
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm of the gradients of these parameters, over all parts of them: equal on all ranks."""
-        return optim.gradient_norm(parameters)
+        return gradient_norm(parameters)
 
     # ------------------------------------------------------------------ the state, in the parts that this rank holds
 

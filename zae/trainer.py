@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import optim, random_state
+from zae import random_state
 from zae.arguments import Seed
 from zae.arguments.constructor import (
     check_alone,
@@ -57,6 +57,9 @@ from zae.loop.validation import run_test_epoch
 from zae.model.weights import without_wrappers
 from zae.null_context import NULL_CONTEXT
 from zae.optim import checks
+from zae.optim.copies import mark_copied
+from zae.optim.factories import call_factories, make_optimizer
+from zae.optim.gradients import normalize
 from zae.optim.optimization import Optimization
 from zae.parts import Precision, SingleProcess, StepWindow
 from zae.record.run_record import RunRecord
@@ -676,7 +679,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         if num_targets != [None]:  # Most steps count none.
             # The ranks of one share of the data count the same targets.
             ranks = self.world_size if self.engine.dp_world_size > 1 else 1
-            optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
+            normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
 
     @hook
     def unscale(self) -> None:
@@ -722,7 +725,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step one optimizer; return whether that took place."""
-        return self.optimization.step_one(optimizer)
+        optimizer.step()
+        return True
 
     @hook
     def scheduler_step(self, when: str) -> None:
@@ -802,7 +806,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     def build_optimizer(self) -> Any:
         """Return the optimizers that were given, made of the model's parameters where they are factories."""
-        return optim.call_factories(self.optimizer, lambda name: self._module, Optimizer, "optimizer", optim.make)
+        return call_factories(self.optimizer, lambda name: self._module, Optimizer, "optimizer", make_optimizer)
 
     @hook
     def build_scheduler(self) -> Any:
@@ -1492,4 +1496,4 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Set the attributes of a copy, whose schedulers see again that their optimizers step."""
         vars(self).update(state, current_run=Run(self))
         self.current_run.activity.evaluation = vars(self).pop("evaluation")
-        optim.mark_copied(self.scheduler)
+        mark_copied(self.scheduler)

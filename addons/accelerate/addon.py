@@ -26,7 +26,7 @@ from zae.checkpoint.group import Group
 from zae.compose.introspect import slots_of
 from zae.distributed.launcher import launched_world
 from zae.errors import ConfigError, did_you_mean
-from zae.optim import as_dict
+from zae.optim.factories import as_dict
 from zae.parts import Precision
 
 __all__ = ["AccelerateAddon"]

@@ -20,7 +20,7 @@ from zae.compose.introspect import with_trait
 from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
-from zae.optim import as_dict
+from zae.optim.factories import as_dict
 from zae.parts import Engine, Precision, SingleProcess
 
 __all__ = ["DeepSpeedAddon"]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zae.distributed.collectives import all_reduce
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
 from zae.optim import parameters_of
-from zae.optim.optimizer_state import copy_optimizer
+from zae.optim.copies import copy_optimizer
 from zae.values.walk import map_tensors
 
 __all__ = ["Zero", "load_library"]

@@ -16,7 +16,7 @@ from zae.addons.fairseq2.regime import RegimeAddon
 from zae.errors import ConfigError, StepError, TaskError, kind_of
 from zae.loop.evaluation import Evaluation
 from zae.loop.history import split_prefix
-from zae.optim import total_targets
+from zae.optim.gradients import total_targets
 from zae.parts import gather_dp
 from zae.trainer import Trainer
 

@@ -13,7 +13,7 @@ from zae.addons.peft import adapters
 from zae.checkpoint.group import Group
 from zae.checkpoint.weights import save_weights
 from zae.compose.introspect import with_trait
-from zae.optim import as_dict
+from zae.optim.factories import as_dict
 
 __all__ = ["PEFTAddon"]
 

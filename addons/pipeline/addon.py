@@ -22,7 +22,7 @@ from zae.distributed.collectives import all_reduce, average, broadcast
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
-from zae.optim import as_dict
+from zae.optim.factories import as_dict
 from zae.parts import Engine, SingleProcess
 
 __all__ = ["PipelineAddon", "PipelineEngine"]

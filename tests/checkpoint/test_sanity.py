@@ -15,7 +15,7 @@ from kit.faults import reseal
 from zae import Trainer
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointError, CheckpointMismatch
-from zae.optim.optimizer_state import check_rates
+from zae.optim.saved_state import check_rates
 
 
 class Task(Trainer):

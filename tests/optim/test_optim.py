@@ -16,13 +16,14 @@ from kit.hand import Gan, digest, loader, network
 from kit.table import Task
 from zae import ConfigError, Trainer, optim
 from zae.addons import EMAAddon, GradientAccumulationAddon
+from zae.optim import factories
 
 
 def test_every_form_is_named() -> None:
-    assert optim.as_dict((1, 2)) == {"0": 1, "1": 2}
-    assert optim.as_dict({1: "x"}) == {"1": "x"}
-    assert optim.map_entries({"a": 1}, lambda name, each: (name, each)) == {"a": ("a", 1)}
-    assert optim.map_entries(None, lambda name, each: each) is None
+    assert factories.as_dict((1, 2)) == {"0": 1, "1": 2}
+    assert factories.as_dict({1: "x"}) == {"1": "x"}
+    assert factories.map_entries({"a": 1}, lambda name, each: (name, each)) == {"a": ("a", 1)}
+    assert factories.map_entries(None, lambda name, each: each) is None
 
 
 def test_optimizers_that_cannot_train_the_model() -> None:
@@ -169,7 +170,7 @@ def test_the_state_follows_the_parameters_to_their_device() -> None:
     weight = nn.Parameter(torch.ones(2, device="meta"))
     optimizer = Adam([weight])
     optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-    optim.call_factories(optimizer, lambda name: None, torch.optim.Optimizer, "optimizer")
+    factories.call_factories(optimizer, lambda name: None, torch.optim.Optimizer, "optimizer")
     devices = {key: value.device.type for key, value in optimizer.state[weight].items()}
     assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 

@@ -19,7 +19,8 @@ from kit.matrix import first_difference
 from zae import CheckpointError
 from zae.addons import StateManagerAddon
 from zae.checkpoint import encoding
-from zae.optim.optimizer_state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
+from zae.optim.copies import copy_optimizer
+from zae.optim.optimizer_state import load_optimizer_state, move_to_device, places_on_device
 from zae.values.walk import map_tensors
 
 STEPS = 4

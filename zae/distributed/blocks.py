@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from zae.errors import ConfigError
-from zae.optim import has_lazy
+from zae.model.weights import has_lazy
 from zae.torch_private import has_gradient_hooks
 
 __all__ = [

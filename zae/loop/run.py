@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zae import optim
 from zae.compose.first_call import watching_first_calls
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
@@ -50,6 +49,7 @@ from zae.loop.requests import Requests
 from zae.loop.run_view import RunView
 from zae.loop.validation import validate
 from zae.metrics.reductions import means_of, merge_sums
+from zae.optim.checks import check_closures
 from zae.parts import gather_dp
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class Run:
         trainer.run_record.note_call(self)  # First: an epoch that is set is no setting of the dataset.
         wrapped_loader = self._fit_loader()
         self.activity.loader = wrapped_loader
-        optim.check_closures(trainer.optimizers, type(trainer))
+        check_closures(trainer.optimizers, type(trainer))
         self.extent.steps_in_epoch = self.extent.steps_per_epoch(wrapped_loader)
         if not calls.is_completed:
             self._check_schedules()

@@ -268,3 +268,8 @@ def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def is_half_weight(value: Tensor) -> bool:
     """Return whether a tensor is a parameter in half precision, whose average is in float32."""
     return isinstance(value, nn.Parameter) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def has_lazy(parameters: Iterable[Tensor]) -> bool:
+    """Return whether some parameters are lazy: the first forward creates them."""
+    return any(map(nn.parameter.is_lazy, parameters))

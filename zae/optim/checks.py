@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from zae.errors import ConfigError, kind_of
-from zae.optim import as_dict, check_parameters, label, optimizer_for, parameters_of
+from zae.optim import parameters_of
+from zae.optim.factories import as_dict, check_parameters, label, optimizer_for
 from zae.schedulers.lengths import (
     is_per_step,
     is_plateau,
@@ -20,13 +21,16 @@ from zae.schedulers.lengths import (
     planned_length,
     steps_taken,
 )
+from zae.values.walk import is_of_zae
 
 __all__ = [
     "Span",
+    "check_closures",
     "check_disjoint",
     "check_optimizers",
     "check_scheduler_owners",
     "check_schedules",
+    "needs_closure",
 ]
 
 _ARGUMENT = {"optimizer": "parameters", "scheduler": "optimizer"}  # What a factory of each is called with.
@@ -99,6 +103,26 @@ def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
                     "which both would update in each step; give each parameter to one of them, for instance "
                     "torch.optim.AdamW(model.first.parameters()) and torch.optim.SGD(model.second.parameters())"
                 )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer evaluates the loss itself, so that its ``step`` cannot do without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
+    """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
+    user_classes = [c for c in cls.__mro__ if not is_of_zae(c)]
+    if any(name in vars(c) for c in user_classes for name in ("step_one", "optimizer_step")):
+        return
+    for name, optimizer in optimizers.items():
+        if needs_closure(optimizer):
+            raise ConfigError(
+                f"optimizer {name} ({type(optimizer).__name__}) evaluates the loss itself, through a closure; override "
+                "def step_one(self, optimizer) in your class, with a closure that calls self.gradients(batch), "
+                "self.unscale() and self.clip(): docs/howto/optimizers.md has it in full"
+            )
 
 
 def _check_kinds(option: str, argument: Any, kinds: tuple[type, ...]) -> None:

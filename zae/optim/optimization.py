@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import warnings
@@ -20,23 +19,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from zae import optim, random_state
 from zae.arguments import NonNegative, check_argument
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
-from zae.model.weights import fit_name, named_parameters
+from zae.model.weights import named_parameters
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
-from zae.optim.optimizer_state import (
-    are_small_and_whole,
-    check_groups,
-    check_loaded,
-    check_rates,
-    copy_optimizer,
-    grow_lambdas,
-    has_own_form,
-    match_layout,
-    match_order,
-    parameter_order,
-    with_enums,
-    wraps_others,
-)
+from zae.optim.copies import copy_optimizer
+from zae.optim.factories import as_dict, call_factories, is_factory, make_scheduler, optimizer_for
+from zae.optim.optimizer_state import are_small_and_whole, check_loaded, match_layout, with_enums
+from zae.optim.saved_state import added_groups, check_rates, grow_lambdas, in_present_order, parameter_order
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
 from zae.values.walk import leaves_of
 
@@ -98,8 +87,8 @@ class Optimization:
     @property
     def has_factory(self) -> bool:
         """Whether an optimizer or a scheduler is still to be made."""
-        arguments = [*optim.as_dict(self.optimizer).values(), *optim.as_dict(self.scheduler).values()]
-        return any(map(optim.is_factory, arguments))
+        arguments = [*as_dict(self.optimizer).values(), *as_dict(self.scheduler).values()]
+        return any(map(is_factory, arguments))
 
     def build(
         self,
@@ -119,12 +108,12 @@ class Optimization:
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
         """Return the schedulers that were given, with what their factories make of the optimizers."""
-        factories = [scheduler for scheduler in optim.as_dict(self.scheduler).values() if optim.is_factory(scheduler)]
+        factories = [scheduler for scheduler in as_dict(self.scheduler).values() if is_factory(scheduler)]
         # Only where it is asked for: outside of a run it is not known, which is an error.
         total = total_steps() if any(map(takes_total_steps, factories)) else None
-        call = partial(optim.make_scheduler, total_steps=total)
-        optimizer_for = partial(optim.optimizer_for, self.optimizers)
-        return optim.call_factories(self.scheduler, optimizer_for, LRScheduler, "scheduler", call)
+        call = partial(make_scheduler, total_steps=total)
+        optimizer_of = partial(optimizer_for, self.optimizers)
+        return call_factories(self.scheduler, optimizer_of, LRScheduler, "scheduler", call)
 
     def check_given(self) -> None:
         """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
@@ -168,7 +157,7 @@ class Optimization:
     def check_unreplaced(self) -> None:
         """Refuse optimizers or schedulers that were assigned to the trainer within a run."""
         for name in ("optimizer", "scheduler"):
-            assigned = list(optim.as_dict(getattr(self, name)).values())
+            assigned = list(as_dict(getattr(self, name)).values())
             in_use = list(getattr(self, f"{name}s").values())
             if assigned != in_use:
                 raise ConfigError(
@@ -213,7 +202,7 @@ class Optimization:
             if inputs:  # Else all of them are frozen.
                 loss_of_one.backward(**{"inputs": inputs, "retain_graph": name != last, **kwargs})
 
-    def clip(self, norm_of: Callable[[list[Tensor]], Tensor] = optim.gradient_norm) -> None:
+    def clip(self, norm_of: Callable[[list[Tensor]], Tensor]) -> None:
         """Clip the gradients of each group of parameters to ``gradient_clip``, and keep the norm that they had."""
         if not self.gradient_clip:
             return
@@ -227,8 +216,6 @@ class Optimization:
         if len(norms) > 1:
             self.grad_norm = torch.stack(norms).norm()
             self.grad_norms = dict(zip(self.optimizers, norms))
-
-    step_one = staticmethod(optim.step)
 
     def scheduler_step(self, when: str) -> None:
         """Step the schedulers that are stepped after a "batch" or an "epoch", but those that wait for a metric."""
@@ -252,7 +239,7 @@ class Optimization:
         """Return whether some scheduler is stepped after a "batch", or an "epoch"."""
         default = self.scheduler_step_on_batch
         return any(
-            is_per_step(scheduler, default) == (when == "batch") for scheduler in optim.as_dict(self.scheduler).values()
+            is_per_step(scheduler, default) == (when == "batch") for scheduler in as_dict(self.scheduler).values()
         )
 
     def zero_grad(self) -> None:
@@ -361,8 +348,11 @@ class Optimization:
         self.check_names(state)
         named = named_parameters(module)
         names = {id(part): name for name, part in named.items()}
-        added = {name: self._added_groups(name, state, named) for name in self.optimizers}
-        optimizers = {name: self._in_present_order(name, state, names, strict, added[name]) for name in self.optimizers}
+        added = {name: added_groups(name, part, state, named) for name, part in self.optimizers.items()}
+        optimizers = {
+            name: in_present_order(name, part, state, names, strict, added[name])
+            for name, part in self.optimizers.items()
+        }
         schedulers = {name: state["scheduler"][name] for name in self.schedulers}
         for name, part in self.schedulers.items():
             check_rates("scheduler", schedulers[name], part.state_dict())
@@ -408,56 +398,6 @@ class Optimization:
                     "StateManagerAddon"
                 )
 
-    def _added_groups(self, name: str, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the groups that training has added, as a script does that unfreezes layer by layer."""
-        optimizer = self.optimizers[name]
-        if wraps_others(optimizer):
-            return []
-        count = len(optimizer.param_groups)
-        present = {id(parameter) for parameter in optim.parameters_of(optimizer)}
-        added = []
-        names_by_group = state["order"].get(name, ())
-        for names, group in zip(names_by_group[count:], _groups_in(state["optimizer"][name])[count:]):
-            parameters = [named.get(fit_name(key, named)) for key in names]
-            if any(parameter is None or id(parameter) in present for parameter in parameters):
-                return []  # It is refused, by its parameters.
-            present.update(map(id, parameters))
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            if "param_names" in group:
-                settings["params"] = list(zip(group["param_names"], parameters))
-            else:
-                settings["params"] = parameters
-            added.append(settings)
-        return added
-
-    def _in_present_order(
-        self,
-        name: str,
-        state: Mapping[str, Any],
-        names: Mapping[int, str],
-        strict: bool,
-        added: Sequence[Mapping[str, Any]],
-    ) -> Any:
-        """Return the saved state of an optimizer with its parameters in the present order."""
-        optimizer = self.optimizers[name]
-        saved_optimizer = state["optimizer"][name]
-        if has_own_form(optimizer, saved_optimizer):
-            return saved_optimizer
-        check_groups(name, optimizer, saved_optimizer, [len(group["params"]) for group in added])
-        for saved_group, present_group in zip(saved_optimizer["param_groups"], optimizer.param_groups):
-            check_rates("optimizer", saved_group, present_group)
-        present = parameter_order(optimizer, names)
-        for group in added:
-            parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-            present.append([names[id(parameter)] for parameter in parameters])
-        known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
-        saved = []
-        for keys in state["order"].get(name, ()):
-            saved.append([fit_name(key, known) for key in keys])  # They may have the names of wrappers.
-        if not saved or not known.keys() >= set(itertools.chain(*saved)):
-            return saved_optimizer  # The names have changed: only the numbers are left.
-        return match_order(name, optimizer, saved_optimizer, saved, present, strict)
-
     def pair_outside(self, saved: Mapping[str, Any], module: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Pair the optimizers' parameters outside of the model with their saved values."""
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -485,14 +425,8 @@ class Optimization:
         return modes.evaluation_weights(self.optimizers)
 
 
-def _groups_in(state: Any) -> list[Any]:
-    """Return the groups in the state of an optimizer; none where it has a form of its own."""
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    return groups if isinstance(groups, list) else []
-
-
 def _objects_in(value: Any) -> dict[str, Any]:
-    return {name: entry for name, entry in optim.as_dict(value).items() if not optim.is_factory(entry)}
+    return {name: entry for name, entry in as_dict(value).items() if not is_factory(entry)}
 
 
 def _highest(scheduler: Any) -> float:

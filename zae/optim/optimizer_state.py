@@ -1,4 +1,4 @@
-"""Load, compare and copy the states of optimizers, with the types and bits that they were saved with.
+"""Load the states of optimizers, with the types and bits that they were saved with, and compare what came back.
 
 ``Optimizer.load_state_dict`` of torch casts every floating tensor of a state to the type of its weight, and rebuilds
 all that can be iterated over, str included. Here torch loads the groups and calls the hooks; the values are set
@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-import math
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -22,29 +20,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.errors import CheckpointMismatch
-from zae.schedulers.lengths import parts_of
 from zae.torch_private import has_loading_hooks
 from zae.values.strides import is_laid_out
 from zae.values.walk import has_same_bits, is_sharded, leaves_of, map_tensors, redistribute_like
 
 __all__ = [
     "are_small_and_whole",
-    "check_groups",
     "check_loaded",
-    "check_rates",
-    "copy_optimizer",
     "device_of",
     "difference",
-    "grow_lambdas",
     "has_hooks",
-    "has_own_form",
     "has_own_loading",
     "like_parameter_layout",
     "load_optimizer_state",
     "match_layout",
-    "match_order",
     "move_to_device",
-    "parameter_order",
     "places_on_device",
     "with_enums",
     "with_inner",
@@ -52,9 +42,7 @@ __all__ = [
 ]
 
 _LOAD = Optimizer.load_state_dict
-_RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"  # What the constructor of torch.optim.Optimizer makes.
-_MAX_SHOWN = 10
 _MAX_COMPARED_BYTES = 64 << 20  # Bytes up to which tensors are compared bit by bit.
 
 
@@ -326,91 +314,9 @@ def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     yield from leaves_of({**other_entries, "state": named}, "optimizer")
 
 
-def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
-    """Return a deep copy of an optimizer; ``copy.deepcopy`` leaves out the attributes of a subclass."""
-    memo = {} if memo is None else memo
-    twin = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    # The copy has no hooks of the step, and neither a scheduler nor a trainer follows it.
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        instead.setdefault(name, OrderedDict())
-    attributes = {
-        key: value for key, value in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")
-    }
-    for hooks in attributes.values():
-        if not isinstance(hooks, dict):
-            continue
-        for hook in hooks.values():
-            owner = getattr(hook, "__self__", optimizer)
-            if owner is not optimizer:  # What a hook is a method of is not copied.
-                memo[id(owner)] = owner
-    for inner in with_inner(optimizer)[1:]:
-        if id(inner) not in memo:
-            copy_optimizer(inner, memo)
-    vars(twin).update(copy.deepcopy(attributes, memo), **instead)
-    return twin
-
-
 def has_own_loading(optimizer: Optimizer) -> bool:
     """Return whether code of a class other than torch's loads the state of an optimizer, or of one that it wraps."""
     return any(type(part).load_state_dict is not _LOAD for part in with_inner(optimizer))
-
-
-def check_rates(part: str, saved: Any, present: Any) -> None:
-    """Refuse values that are not finite numbers where an optimizer or a scheduler has a number."""
-    for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
-        value = saved[name]
-        pairs: Iterable[tuple[Any, Any]] = [(value, present[name])]
-        if isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple)):
-            pairs = zip(value, present[name])
-        for old, new in pairs:
-            if _is_number(new) and not _is_number(old):
-                raise _refusal(part, name, value, "a number")
-            if name in _RATES and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):
-                raise _refusal(part, name, value, "a rate")
-
-
-def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names, by id, of an optimizer's parameters by group; its own state has only their numbers."""
-    outside = itertools.count()
-    order = []
-    for group in optimizer.param_groups:
-        order.append([names.get(id(parameter)) or f"outside {next(outside)}" for parameter in group["params"]])
-    return order
-
-
-def match_order(
-    name: str, optimizer: Optimizer, state: Any, saved: list[list[str]], present: list[list[str]], strict: bool
-) -> Any:
-    """Return a state in the present order of the parameters.
-
-    Those that a script takes out of a set have another order in each process: refused, such a run would never resume.
-    """
-    if saved == present:
-        return state
-    places: dict[str, Any] = {}
-    for keys, group in zip(saved, state["param_groups"]):
-        places |= zip(keys, group["params"])
-    differ = sorted(places.keys() ^ set(itertools.chain(*present)))
-    begun = [place for place in places.values() if place in state["state"]]
-    if not differ and (len(begun) != 1 or len(places) == 1):
-        numbers = {places[key]: number for number, key in enumerate(itertools.chain(*present))}
-        groups = []
-        for group, keys in zip(state["param_groups"], present):
-            # torch's own list of names would be in the old order.
-            settings = {key: value for key, value in group.items() if key != "param_names"}
-            groups.append({**settings, "params": [numbers[places[key]] for key in keys]})
-        values = {numbers.get(place, place): value for place, value in state["state"].items()}
-        return {**state, "state": values, "param_groups": groups}
-    if not strict:
-        return state
-    change = "with its parameters in another order"
-    if differ:
-        change = f"with other parameters ({', '.join(differ[:_MAX_SHOWN])})"
-    raise CheckpointMismatch(
-        f"optimizer {name} ({type(optimizer).__name__}) was saved {change}; build it as it was, or load only the "
-        "weights: apply_weights(path)"
-    )
 
 
 def match_layout(optimizer: Optimizer) -> None:
@@ -441,63 +347,3 @@ def _has_same_shape(value: Any, parameter: Tensor) -> bool:
 def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
     """Copy a tensor of the parameter's shape into the parameter's order in memory."""
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def grow_lambdas(scheduler: Any) -> None:
-    """Give a schedule of functions, and those within it, one for each group of its optimizer, if it has only one."""
-    for part in [scheduler, *parts_of(scheduler)]:
-        functions = getattr(part, "lr_lambdas", None)
-        if isinstance(functions, list) and functions and all(function is functions[0] for function in functions):
-            missing = len(part.optimizer.param_groups) - len(functions)
-            part.lr_lambdas = functions + functions[:1] * missing  # Another list: on an error the old one is put back.
-
-
-def has_own_form(optimizer: Optimizer, state: Any) -> bool:
-    """Return whether an optimizer, mostly a wrapper of another one, has a state that only it can read."""
-    is_own = type(optimizer).state_dict is not Optimizer.state_dict
-    return is_own and isinstance(state, Mapping) and not {"state", "param_groups"} <= state.keys()
-
-
-def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[int] = ()) -> None:
-    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded.
-
-    ``added`` has the sizes of the groups that the optimizer will have besides.
-    """
-    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
-    # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
-    of_parameters = [None]
-    if isinstance(entries, Mapping):
-        of_parameters = [value for key, value in entries.items() if type(key) is int]
-    if not all(isinstance(of_parameter, Mapping) for of_parameter in of_parameters):
-        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    present = [len(group["params"]) for group in optimizer.param_groups] + [*added]
-    if saved != present:
-        grew = saved[: len(present)] == present
-        raise CheckpointMismatch(
-            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, but the "
-            f"state was saved with {saved}; build it as it was"
-            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
-            + ", or load only the weights: apply_weights(path)"
-        )
-    for group, saved_group in zip(optimizer.param_groups, state["param_groups"]):
-        # Another version of torch may add settings; where each lacks some of the other, the classes differ.
-        lacks = sorted(set(optimizer.defaults) - set(saved_group))
-        leaves = sorted(set(saved_group) - set(group))
-        if lacks and leaves:
-            raise CheckpointMismatch(
-                f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
-                f"{', '.join(lacks)}, but {', '.join(leaves)}. Build the optimizer as it was, or load only the "
-                "weights: apply_weights(path)"
-            )
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value is a number, or a tensor with one."""
-    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _refusal(part: str, name: str, value: object, kind: str) -> CheckpointMismatch:
-    return CheckpointMismatch(
-        f"the state of the {part} has {name}={value!r:.60}, which is not {kind}; load another checkpoint"
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from zae import optim, random_state
+from zae import random_state
 from zae.compose.introspect import is_overridden
 from zae.data.gather import why_not
 from zae.data.loader_parts import LoaderParts, own_batch_sampler
@@ -26,7 +26,9 @@ from zae.data.shards import Ranks
 from zae.loop.limits import RunLimits
 from zae.loop.progress import NO_LIMIT
 from zae.model.copying import deep_copy
+from zae.optim import learning_rates
 from zae.optim.checks import check_schedules
+from zae.optim.factories import as_dict, is_factory, make_optimizer, make_scheduler, optimizer_for, takes_model
 from zae.optim.optimization import Optimization
 from zae.plan.page import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
@@ -199,7 +201,7 @@ class Preview:
         with random_state.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
             for step in range(page.first_step, last + 1):
-                for name, rate in optim.learning_rates(optimizers).items():
+                for name, rate in learning_rates(optimizers).items():
                     page.learning_rates.setdefault(name, []).append(rate)
                 for scheduler in stepped:
                     if step in ends or is_per_step(scheduler, on_batch):
@@ -219,14 +221,14 @@ def _copy_without_parameters(
         warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
         twins: dict[str, Optimizer] = {}
         memo: dict[int, Any] = {}
-        for name, entry in optim.as_dict(optimization.optimizer).items():
+        for name, entry in as_dict(optimization.optimizer).items():
             optimizer = entry if isinstance(entry, Optimizer) else _made_apart(entry, module)
             twins[name] = _twin(optimizer)
             memo[id(optimizer)] = twins[name]  # A copied scheduler then steps the copy of its optimizer.
         schedulers = {}
-        for name, scheduler in optim.as_dict(optimization.scheduler).items():
-            if optim.is_factory(scheduler):
-                schedulers[name] = optim.make_scheduler(scheduler, optim.optimizer_for(twins, name), total_steps)
+        for name, scheduler in as_dict(optimization.scheduler).items():
+            if is_factory(scheduler):
+                schedulers[name] = make_scheduler(scheduler, optimizer_for(twins, name), total_steps)
             else:
                 schedulers[name] = copy.deepcopy(scheduler, dict(memo))
         return twins, schedulers
@@ -238,8 +240,8 @@ def _made_apart(factory: Any, module: nn.Module) -> Any:
     for parameter in module.parameters():
         is_lazy = nn.parameter.is_lazy(parameter)
         copies[id(parameter)] = parameter if is_lazy else nn.Parameter(parameter.detach(), parameter.requires_grad)
-    if optim.takes_model(factory):
-        return optim.make(factory, deep_copy(module, copies))
+    if takes_model(factory):
+        return make_optimizer(factory, deep_copy(module, copies))
     return factory([*copies.values()])
 
 

@@ -13,11 +13,12 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from zae import optim, random_state
+from zae import random_state
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
 from zae.model.copying import deep_copy
-from zae.optim.optimizer_state import copy_optimizer
+from zae.optim.copies import copy_optimizer
+from zae.optim.factories import as_dict
 
 __all__ = ["CannotCopyError", "borrow", "copy_trainer"]
 
@@ -72,7 +73,7 @@ def copy_trainer(trainer: Any, cls: Any = None) -> Any:
     twin = object.__new__(cls or type(trainer))
     memo = {id(trainer): twin, **{id(shared): shared for shared in _shared_by_copies(state)}}
     try:
-        for optimizer in optim.as_dict(trainer.optimizer).values():
+        for optimizer in as_dict(trainer.optimizer).values():
             if isinstance(optimizer, Optimizer):  # copy.deepcopy leaves out the attributes of a subclass.
                 copy_optimizer(optimizer, memo)
         copies = deep_copy(state, memo)

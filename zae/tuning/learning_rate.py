@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from zae.arguments import Interval, checked
 from zae.display.text import number
 from zae.errors import ConfigError
-from zae.optim import as_dict
+from zae.optim.factories import as_dict
 from zae.tuning.trials import trial, trial_loader
 
 if TYPE_CHECKING:
