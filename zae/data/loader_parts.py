@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from zae import random_state
 from zae.data.loaders import length_of, unwrap_sampler
 from zae.data.sharding import collate_of
 
@@ -50,6 +52,11 @@ class LoaderParts:
         self.datasets = {} if dataset is None else datasets_in(dataset)
         self.collate = collate_of(loader)
 
+    @cached_property
+    def generators(self) -> list[Any]:
+        """The generators of the loader and of its samplers."""
+        return random_state.generators_of(self.loader)
+
     @property
     def by_place(self) -> dict[str, Any]:
         """The samplers and the datasets."""
@@ -57,8 +64,7 @@ class LoaderParts:
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that decide the batches of an epoch, by name, as str or int."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        settings = self.loader if batch_sampler is None else batch_sampler
+        settings = self.samplers.get("batch_sampler", self.loader)
         classes = {place: type(part).__name__ for place, part in self.samplers.items()}
         seeds = [dataset.seed for dataset in self.datasets.values() if type(dataset).__name__ == "SeededDataset"]
         facts = {

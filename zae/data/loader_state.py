@@ -131,7 +131,7 @@ def _owners(parts: LoaderParts) -> Iterator[tuple[str, Any]]:
     objects["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
         objects["loader"] = loader  # A class of the user.
-    visited = {id(generator) for generator in random_state.generators_of(loader)}
+    visited = {id(generator) for generator in parts.generators}
     for place, function in _functions_of(parts):
         for variable, value in names_read_by(function).items():
             if isinstance(value, STREAMS) and id(value) not in visited:

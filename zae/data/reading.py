@@ -336,18 +336,18 @@ def _lacks_place(state: Any) -> bool:
 
     It skips batches then, and counts those that it skips a second time in the state that it saves next.
     """
-    places = [*_entries(state, ("dataset_state", "dataset_iter_state"))]
-    return bool(places) and all(place is None for place in places) and any(_entries(state, ("fetcher_state",)))
+    places = [*_values_under(state, ("dataset_state", "dataset_iter_state"))]
+    return bool(places) and all(place is None for place in places) and any(_values_under(state, ("fetcher_state",)))
 
 
-def _entries(state: Any, keys: Sequence[str]) -> Iterator[Any]:
+def _values_under(state: Any, keys: Sequence[str]) -> Iterator[Any]:
     """Yield what is under some keys in nested dicts."""
     if not isinstance(state, Mapping):
         return
     for key, value in state.items():
         if key in keys:
             yield value
-        yield from _entries(value, keys)
+        yield from _values_under(value, keys)
 
 
 # ----------------------------------------------------------------------------- the first entries, which are skipped

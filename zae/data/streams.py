@@ -58,7 +58,7 @@ class LoaderStreams:
     def _capture(self, parts: LoaderParts, with_unchanged: bool = False) -> dict[str, Any]:
         state: dict[str, Any] = {"random": random_state.capture(), "generators": None, "parts": {}, "values": {}}
         if self.loader is not None:
-            state["generators"] = random_state.capture_generators(self.loader)
+            state["generators"] = [generator.get_state() for generator in parts.generators]
             state["parts"] = capture_parts(parts)
             state["values"] = {"values": self.values.capture(parts, with_unchanged)}
         return state
