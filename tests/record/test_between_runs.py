@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import zae
 from kit import hand
 from zae import CheckpointMismatch, Every, Trainer
-from zae.addons import EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons import EMAAddon, GradientAccumulationAddon, StateManagerAddon, ThroughputAddon
 from zae.record import parts
 from zae.values.plain_values import content_digest, plain_value
 
@@ -95,6 +95,24 @@ def test_a_changed_setting_is_named_once_with_both_values_and_which_counts(
     train(tmp_path, 3, **options)
     again = said(caplog)
     assert bool(again) == (counts == "checkpoint"), "what the script has brought is that of the run now"
+
+
+class OnTop(Task.add_on(ThroughputAddon)):
+    """A task that derives from a composed class, with an option of its own."""
+
+    def __init__(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = scale
+
+
+def test_an_option_of_a_task_that_derives_from_a_composed_class_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 1, cls=OnTop)
+    said(caplog)
+    train(tmp_path, 2, cls=OnTop, scale=2.0)
+    (warning,) = said(caplog)
+    assert "scale=2.0 in the script and 1.0 in the checkpoint" in warning
 
 
 def test_what_is_said_to_count_counts(tmp_path: Path) -> None:

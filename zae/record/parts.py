@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from zae.compose.introspect import function_of
+from zae.compose.introspect import function_of, is_add_on
 from zae.compose.options import option_values, options_of
 from zae.data.loader_parts import LoaderParts
 from zae.data.loaders import length_of
@@ -79,7 +79,7 @@ def of_options(trainer: Trainer) -> Record:
     record: Record = {}
     values = option_values(trainer)
     for name, (_, owner) in options_of(type(trainer)).items():
-        is_aside = getattr(owner, "layer", None) in _LAYERS_ASIDE and owner is not type(trainer)
+        is_aside = is_add_on(owner) and getattr(owner, "layer", None) in _LAYERS_ASIDE
         if name in values and name not in _OPTIONS_ASIDE and not is_aside and not isinstance(values[name], os.PathLike):
             record[name] = _plain_option(values[name])
     for fact in trainer.describe():
