@@ -295,7 +295,7 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
-        base = ".".join([_NOT_IN_NAMES.sub("_", str(key)) for key in path]) or "value"
+        base = ".".join(map(name_of_key, path)) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
             self._uses[base] += 1

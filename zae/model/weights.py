@@ -129,8 +129,8 @@ def fit_name(name: str, known: Mapping[str, Any]) -> str:
 
 def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under the keys that a module loads, whatever wrappers the saved module had."""
-    known = own_names(module)
     present = module.state_dict()
+    known = {plain: key for key, plain in plain_names(module, present).items()}
     fitted: dict[str, Tensor] = {}
     for name, value in weights.items():
         key = name if name in present else known.get(fit_name(name, known), name)

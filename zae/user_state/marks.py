@@ -90,18 +90,12 @@ def _mark_of_tensor(value: Tensor) -> object:
         if tensor.layout is torch.strided and not tensor.is_contiguous():
             tensor = without_repeats(tensor)
         if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes < LARGE:
-            return form, value.shape, hash(_bytes_of(tensor))
+            data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            return form, value.shape, hash(data.unsqueeze(-1).view(torch.uint8).numpy().tobytes())
         return form, value.shape, content_digest(tensor.detach())
     # Nested, lazy (a ValueError), or of a class of its own: no checkpoint holds it.
     except (RuntimeError, NotImplementedError, ValueError):
         return form
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    try:
-        return tensor.numpy(force=True).tobytes()
-    except TypeError:  # NumPy lacks the type: bfloat16, for instance.
-        return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _mark_of_object(value: Any, paths: Mapping[int, str], depth: int) -> object:
