@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zae import random_state
 from zae.addon import AddOnBase, Description
 from zae.arguments import CountOrZero, Interval
-from zae.checkpoint.encoding import name_of_key
+from zae.checkpoint.encoding import name_of_place
 from zae.checkpoint.group import Group
 from zae.checkpoint.weights import save_weights
 from zae.errors import CheckpointMismatch, ConfigError
@@ -267,7 +267,8 @@ class EMAAddon(AddOnBase):
     def local_shards(self) -> dict[str, Tensor]:
         """Let an average lie on the ranks as its weight does."""
         shards = {key: tensor for key, tensor in self.unwrap().state_dict().items() if is_sharded(tensor)}
-        return super().local_shards() | {f"state/EMAAddon.average.{name_of_key(key)}": shards[key] for key in shards}
+        own = {f"state/{name_of_place(('EMAAddon', 'average', key))}": shard for key, shard in shards.items()}
+        return super().local_shards() | own
 
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load the average that was evaluated, beside the weights."""

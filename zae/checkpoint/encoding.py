@@ -19,7 +19,7 @@ import io
 import math
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ from zae.errors import CheckpointDamaged, CheckpointError
 from zae.values.strides import axes_in_memory, strides_to_save, view_key, with_strides
 from zae.values.walk import is_sharded
 
-__all__ = ["decode", "encode", "name_of_key"]
+__all__ = ["decode", "encode", "name_of_place"]
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of plain values: they are immutable, and JSON has them."""
@@ -295,7 +295,7 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
-        base = ".".join(map(name_of_key, path)) or "value"
+        base = name_of_place(path) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
             self._uses[base] += 1
@@ -316,9 +316,9 @@ def _check_key(key: Any, path: _Path) -> None:
         )
 
 
-def name_of_key(key: Any) -> str:
-    """Return what stands for a key in the name of a tensor."""
-    return _NOT_IN_NAMES.sub("_", str(key))
+def name_of_place(keys: Iterable[object]) -> str:
+    """Return the name of a tensor that stands at these keys of a state; ASCII, and for most keys unique."""
+    return ".".join([_NOT_IN_NAMES.sub("_", str(key)) for key in keys])
 
 
 def _show(path: _Path) -> str:

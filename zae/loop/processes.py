@@ -138,11 +138,11 @@ class Processes:
 
         They are weights, and for each parameter what all of its slots in an optimizer begin with.
         """
-        from zae.checkpoint.encoding import name_of_key
+        from zae.checkpoint.encoding import name_of_place
 
         tensors = {f"model/{key}": tensor for key, tensor in self.unwrap().state_dict().items()}
         for name, optimizer in self.optimizers.items():
-            slots = f"state/optimizer.{name_of_key(name)}.state"
+            slots = f"state/{name_of_place(('optimizer', name, 'state'))}"
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             tensors |= {f"{slots}.{index}.": parameter for index, parameter in enumerate(parameters)}
         return {key: tensor for key, tensor in tensors.items() if is_sharded(tensor)}
