@@ -423,6 +423,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
                     run_test_epoch(run)
                 return self.metrics
             run.begin()
+            self.user_state.note_loaded(self)
             self.on_run_begin()
             run.resume()
             while run.has_more_epochs():

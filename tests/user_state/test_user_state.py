@@ -29,7 +29,7 @@ from kit.faults import everything
 from kit.hand import data
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnBase, Every, Trainer
-from zae.addons import EMAAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import CallbackAddon, EMAAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.user_state import names_of_trainer
 
@@ -410,11 +410,105 @@ class BeginsBuffer(Task):
         self.unwrap().hidden.zero_()
 
 
+class ReplacesBuffer(Task):
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        self.unwrap().hidden = torch.zeros(())
+
+
 @pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("task", [Task, BeginsBuffer])
+@pytest.mark.parametrize("task", [Task, BeginsBuffer, ReplacesBuffer])
 def test_a_buffer(task: Any, persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert_resumes(lambda: task, tmp_path, lambda: Buffer(persistent))
     assert warnings_in(caplog) == []
+
+
+def lower_rate(trainer: Any) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def clear_momenta(trainer: Any) -> None:
+    for state in trainer.optimizer.state.values():
+        state["momentum_buffer"].zero_()
+
+
+def shrink(trainer: Any) -> None:
+    trainer.unwrap().weight.data.mul_(0.9)  # Which no version of the tensor counts.
+
+
+HOOK_ACTS: dict[str, Callable[[Any], None]] = {
+    "rate": lower_rate,
+    "momenta": clear_momenta,
+    "state": lambda trainer: trainer.optimizer.state.clear(),
+    "schedule": lambda trainer: trainer.scheduler.step(),
+    "weights": shrink,
+}
+
+
+def task_with(hook: str, act: Callable[[Any], None]) -> Any:
+    def acting(self: Any, *args: Any) -> Any:
+        if hook == "run_epoch":
+            act(self)
+            return super(acts, self).run_epoch(*args)
+        getattr(super(acts, self), hook)(*args)
+        return act(self)
+
+    acts = type("Acts", (Task,), {hook: acting, "__module__": __name__})
+    return acts
+
+
+def scheduled(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "run_epoch"])
+@pytest.mark.parametrize("name", list(HOOK_ACTS))
+def test_what_a_hook_that_begins_an_epoch_does_is_done_once_an_epoch(name: str, hook: str, tmp_path: Path) -> None:
+    """A resume within an epoch calls it again, of a callback too: optimizers, schedules and weights are put back."""
+    options: dict[str, Any] = {"scheduler": scheduled, "epochs": 3, "stops": (2, 6, 9)}
+    assert_resumes(lambda: task_with(hook, HOOK_ACTS[name]), tmp_path / "task", **options)
+    if hook != "run_epoch":
+        callback = type("Acting", (), {hook: lambda self, trainer: HOOK_ACTS[name](trainer)})
+        options |= {"add_ons": (CallbackAddon,), "callbacks": [callback()]}
+        assert_resumes(lambda: Task, tmp_path / "callback", **options)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", ["rate", "schedule", "weights"])
+def test_what_a_hook_changes_as_a_run_begins_is_named(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is called in each process, after the state was loaded."""
+    for act, count in ((lambda trainer: None, 0), (HOOK_ACTS[name], 1)):
+        for limit in (2, 9):
+            trainer = build(task_with("on_run_begin", act), tmp_path / str(count), scheduler=scheduled)
+            trainer.run(2, INPUTS, max_steps=limit)
+        assert [text[:24] for text in warnings_in(caplog)] == ["on_run_begin has changed"] * count
+
+
+def test_a_guard_that_goes_back_within_an_epoch_may_lower_the_rate(tmp_path: Path) -> None:
+    """Its on_epoch_begin is called before the run continues, and what that sets is no repetition."""
+
+    class Guard(Task):
+        returns = 0
+        unsaved_attributes = ("returns",)
+
+        def on_step_end(self, outputs: Any) -> None:
+            super().on_step_end(outputs)
+            if self.progress_checker.step == 4 and not self.returns:
+                self.returns += 1
+                self.continue_from(self.save_path / "step-00000002")
+
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.returns:
+                self.optimizer.param_groups[0]["lr"] = 0.01
+
+    trainer = build(Guard, tmp_path, save_every=1, keep_last=None)
+    trainer.run(1, INPUTS)
+    assert (trainer.progress_checker.step, trainer.optimizer.param_groups[0]["lr"]) == (6, 0.01)
 
 
 class Momentum(torch.optim.Optimizer):

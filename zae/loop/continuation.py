@@ -57,6 +57,11 @@ class Continuation:
         self._load = load
 
     @property
+    def has_returned(self) -> bool:
+        """Whether the call has gone back to an earlier state."""
+        return bool(self._returns)
+
+    @property
     def is_requested(self) -> bool:
         """Whether a state is to be loaded when the present step is done."""
         return self._load is not None

@@ -4,9 +4,10 @@ A value that has changed since ``on_run_begin`` of the process is in the state: 
 modules and optimizers of the user's classes, and of the objects that these hold. What the data hold is in the position
 of the loader, `zae.data.loader_values`. In the order of a run that is resumed:
 
+    note_loaded      before on_run_begin: the weights, optimizers and schedules that were loaded are marked
     begin            after on_run_begin: the values are marked, and those of the state put back
-    hold             before on_epoch_begin, where the resume continues an open epoch: they are kept, since hooks begin
-                     an epoch anew that was begun before
+    hold             before on_epoch_begin, where the resume continues an open epoch: all of them are kept, since hooks
+                     begin an epoch anew that was begun before
     open_epoch       right before the first batch: they are put back
     keep             before a validation, and before on_run_end: what is saved until `release` is the state from
                      before it, since a run that is resumed there makes it again
@@ -14,6 +15,7 @@ of the loader, `zae.data.loader_values`. In the order of a run that is resumed:
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -22,18 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zae.compose.introspect import is_add_on, slots_of
 from zae.compose.options import options_of
 from zae.data.loader_parts import LoaderParts
 from zae.errors import CheckpointMismatch
-from zae.optim.optimizer_state import with_inner
-from zae.torch_private import unsaved_buffers, version_of
+from zae.optim.optimizer_state import load_optimizer_state, with_inner
+from zae.torch_private import unsaved_buffers
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.owners import Walk, is_of_user, once_for_a_class
 from zae.user_state.values import Maker, Name, Packer
-from zae.values.walk import is_of_zae, is_sharded
+from zae.values.walk import has_same_bits, is_of_zae, is_sharded, leaves_of, local_part, map_tensors
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -55,7 +58,9 @@ class UserState:
         self._continues = False  # Whether a state was put back in whose call of run the run goes on.
         self._set_by_loads: set[Name] = set()  # What optimizers have set that load a state of their own.
         self._snapshot: Mapping[str, Any] | None = None
-        self._tensors: dict[str, tuple[Tensor, int, Tensor]] = {}  # Of the model, with their versions and copies.
+        self._tensors: dict[str, Tensor] = {}  # Copies of those of the model.
+        self._optimizers: list[tuple[Any, dict[str, Any]]] = []  # And schedules, with copies of their states.
+        self._loaded: object = None  # The marks of what was loaded, over on_run_begin.
         # What was kept before a validation, or before on_run_end.
         self._snapshot_before: Mapping[str, Any] | None = None
         self._modules: dict[str, str] | None = None  # The class of each module of the model, as the first run began.
@@ -72,6 +77,13 @@ class UserState:
 
     def begin(self, trainer: Trainer, continues: bool) -> None:
         """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
+        if self._loaded is not None and self._loaded != _marks_of_loaded(trainer) and trainer.is_main:
+            _log.warning(
+                "on_run_begin has changed weights, a schedule or the settings of an optimizer after they were loaded, "
+                "so that this run differs from an uninterrupted one, in which it is called once: change them before "
+                "run(), or only where self.progress_checker.step == 0"
+            )
+        self._loaded = None
         self._snapshot_before = None
         walk = _walk(trainer, self._changes, is_begin=True)
         packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, max_bytes=LARGE)
@@ -86,6 +98,12 @@ class UserState:
             if trainer.is_main:
                 _warn_of_replaced(state.get("modules", {}), self._modules)
 
+    def note_loaded(self, trainer: Trainer) -> None:
+        """Mark what was loaded, where ``on_run_begin`` may change it."""
+        continues = trainer.current_run.continuation.is_in_same_call and self._pending is not None
+        if continues and _calls_user(type(trainer), "on_run_begin"):
+            self._loaded = _marks_of_loaded(trainer)
+
     def hold(self, trainer: Trainer) -> None:
         """Keep the values over the hooks that begin an epoch, where the epoch that goes on was begun before."""
         continues = self._continues
@@ -93,10 +111,15 @@ class UserState:
         if not continues or not trainer.progress_checker.epoch_batch:
             return
         self._snapshot = self._read(trainer, copies=True)
-        if _begins_epochs(type(trainer)):
+        if _calls_user(type(trainer), "on_epoch_begin", "run_epoch"):
             # What was loaded of the model as well: a hook may begin a buffer anew.
-            for name, tensor in _tensors_of(trainer).items():
-                self._tensors[name] = (tensor, version_of(tensor), tensor.detach().clone())
+            self._tensors = {name: _kept(tensor) for name, tensor in _tensors_of(trainer).items()}
+            # A guard that goes back within the call may set another rate as the epoch begins.
+            if not trainer.current_run.continuation.has_returned:
+                for part in (*trainer.optimizers.values(), *trainer.schedulers.values()):
+                    state = part.state_dict()
+                    copies = {id(leaf): _kept(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)}
+                    self._optimizers.append((part, copy.deepcopy(state, copies)))
 
     def open_epoch(self, trainer: Trainer) -> None:
         """Put back what was kept; else note what the hooks have changed."""
@@ -106,11 +129,20 @@ class UserState:
             self._changes.note(_walk(trainer, self._changes))
             return
         self._put_back(trainer, snapshot)
-        for tensor, version, value in self._tensors.values():
-            if version_of(tensor) != version:
+        tensors = _tensors_of(trainer)  # A hook may have set others in their places.
+        for name in tensors.keys() & self._tensors.keys():
+            if not _are_equal(tensors[name], self._tensors[name]):
                 with torch.no_grad():
-                    tensor.copy_(value)
+                    tensors[name].copy_(self._tensors[name])
+        for part, state in self._optimizers:
+            if not _are_equal(part.state_dict(), state):
+                load_optimizer_state(part, state) if isinstance(part, Optimizer) else part.load_state_dict(state)
+        self._forget_held()
+
+    def _forget_held(self) -> None:
+        self._snapshot = None
         self._tensors = {}
+        self._optimizers = []
 
     def keep(self, trainer: Trainer) -> None:
         """Keep the values for what is saved until `release`; after a validation that a signal has ended, its own."""
@@ -134,6 +166,9 @@ class UserState:
         self._changes.note(_walk(trainer, self._changes))  # What has changed since is not taken for the script's.
         self._pending = dict(state)
         self._snapshot_before = None
+        self._forget_held()
+        if self._loaded is not None:
+            self._loaded = _marks_of_loaded(trainer)
         if not trainer.current_run.is_call:
             self._put_back(trainer, state, self._set_by_loads)
 
@@ -315,10 +350,30 @@ def names_of_trainer(cls: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _begins_epochs(cls: type) -> bool:
-    """Return whether a class of the user has a hook in which an epoch begins."""
-    users = [base for base in cls.__mro__ if not is_of_zae(base)]
-    return any("on_epoch_begin" in vars(user) or "run_epoch" in vars(user) for user in users)
+def _calls_user(cls: type, *hooks: str) -> bool:
+    """Return whether one of these hooks calls code of the user: of a class, or callbacks of an add-on."""
+    bases = [
+        base for base in cls.__mro__ if not is_of_zae(base) or (is_add_on(base) and "on_epoch_begin" in vars(base))
+    ]
+    return any(hook in vars(base) for base in bases for hook in hooks)
+
+
+def _marks_of_loaded(trainer: Trainer) -> object:
+    """Return the marks of the weights, the schedules and the settings of the optimizers."""
+    settings = [optimizer.state_dict()["param_groups"] for optimizer in trainer.optimizers.values()]
+    schedules = [scheduler.state_dict() for scheduler in trainer.schedulers.values()]
+    return mark_of([*_tensors_of(trainer).values(), settings, schedules])
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, on the host where it is whole."""
+    is_whole = not (is_sharded(tensor) or tensor.is_meta)
+    return tensor.detach().to("cpu", copy=True) if is_whole else tensor.detach().clone()
+
+
+def _are_equal(value: Any, held: Any) -> bool:
+    """Return whether what this rank has of two values has the same bits."""
+    return has_same_bits(map_tensors(local_part, value), map_tensors(local_part, held))
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
