@@ -469,7 +469,6 @@ class StateManagerAddon(AddOnBase):
             replaces=replaces,
             trained={name for name, weight in named_parameters(self.unwrap()).items() if weight.requires_grad},
             group=Group(self.rank, partial(self.engine.gather, in_background=True)),
-            is_writer=self.is_main or has_failed,
         )
 
     def _check_moment(self, target: Path) -> None:

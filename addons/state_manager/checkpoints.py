@@ -277,13 +277,12 @@ class Checkpoints:
         replaces: Sequence[Path],
         trained: Collection[str],
         group: Group,
-        is_writer: bool,
     ) -> None:
         """Write a state and the rows of its history, or begin to, and then remove the checkpoints that it replaces.
 
-        Every rank calls it. The one that has the whole state is the writer; all of them write where the weights lie in
-        parts. If one fails, all of them raise its error. After an exception the rank that failed calls it alone, as the
-        writer. Parameters that are ``trained`` must be finite.
+        Every rank calls it. Rank 0 has the whole state, and writes it; all of them write where the weights lie in
+        parts. If one fails, all of them raise its error. After an exception the rank that failed calls it alone, and
+        writes what it has. Parameters that are ``trained`` must be finite.
         """
         weights = state["model"]
         in_parts = _lies_in_parts(weights, self.model_format)
@@ -305,7 +304,7 @@ class Checkpoints:
             self.saver.save(files, partial(self._commit, replaces))
 
         def save_alone() -> None:
-            if is_writer:
+            if group.rank == 0 or self.has_failed:
                 self._lock.keep(target)  # Before a file is written: somebody may have removed the folder.
                 if not in_parts:
                     save(Group(), "safetensors" if self.model_format == "sharded" else self.model_format)

@@ -218,7 +218,7 @@ def _refuse_nonfinite(save: SavePlan) -> None:
     names: dict[str, str] = {}  # Of the weights, by what they or their parts are called in a file.
     parameters: dict[str, Tensor] = {}
     for file, content in save.files.items():
-        for key, tensor in content.items() if isinstance(content, dict) else ():
+        for key, tensor in content.items() if isinstance(content, dict) and file != STATE_TENSORS else ():
             name = key if file in MODEL_FILES.values() else weight_of_chunk(key)
             if name in save.trained:
                 names[key] = name

@@ -184,16 +184,11 @@ class RankStates:
         return add_ons
 
     @classmethod
-    def any_in(cls, state: Mapping[str, Any]) -> RankStates:
-        """Return the object for the entry of a state, whatever engine has saved it."""
-        return cls.parse("", next(iter(_entries_of_ranks(state).values()), None))
-
-    @classmethod
     def streams_in(cls, state: Mapping[str, Any], rank: int, world: int) -> Any:
         """Return the random streams of a rank, whatever engine has saved the state."""
         if world == 1:
             return state["position"]["present"]["random"]
-        ranks = cls.any_in(state).ranks
+        ranks = cls.parse("", next(iter(_entries_of_ranks(state).values()), None)).ranks
         if len(ranks) != world:
             raise CheckpointMismatch(
                 f"start_with has 'random', but the checkpoint has the random streams of {len(ranks) or 1} ranks, and "
