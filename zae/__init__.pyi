@@ -25,7 +25,7 @@ from zae.errors import OptionError as OptionError
 from zae.errors import StepError as StepError
 from zae.errors import TaskError as TaskError
 from zae.errors import ZaeError as ZaeError
-from zae.loop.history import MetricsDict as MetricsDict
+from zae.loop.metric_rows import MetricsDict as MetricsDict
 from zae.loop.progress import Every as Every
 from zae.loop.progress import ProgressChecker as ProgressChecker
 from zae.trainer import Trainer as Trainer

@@ -41,11 +41,12 @@ from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.errors import ConfigError, TaskError
-from zae.loop.epoch_log import EpochLog, plain
+from zae.loop.epoch_log import EpochLog, plain_numbers
 from zae.loop.evaluation import Evaluation, evaluated_model, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
-from zae.loop.history import History, Metrics, MetricsDict
+from zae.loop.history import History
 from zae.loop.limits import RunLimits
+from zae.loop.metric_rows import Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.own_loop import loader_of_epoch, without_loop
 from zae.loop.processes import Processes
@@ -953,7 +954,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         step : int
             Optimizer steps so far.
         """
-        self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
+        self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain_numbers(metrics)})
 
     @property
     @hook

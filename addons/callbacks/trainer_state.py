@@ -19,8 +19,8 @@ from zae.compose.options import option_value
 from zae.data.loaders import length_of
 from zae.distributed.launcher import local_rank
 from zae.errors import MissingError, did_you_mean
-from zae.loop.history import split_prefix
 from zae.loop.limits import remaining
+from zae.loop.metric_rows import split_prefix
 from zae.loop.progress import NO_LIMIT
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from zae.addons.fairseq2.metric_bag import check_names, compute_over_ranks, metr
 from zae.addons.fairseq2.regime import RegimeAddon
 from zae.errors import ConfigError, StepError, TaskError, kind_of
 from zae.loop.evaluation import Evaluation
-from zae.loop.history import split_prefix
+from zae.loop.metric_rows import split_prefix
 from zae.optim.gradients import total_targets
 from zae.parts import gather_dp
 from zae.trainer import Trainer

@@ -13,7 +13,7 @@ import pytest
 
 from zae import ConfigError
 from zae.display.html import chart, metrics_html
-from zae.loop.history import Metrics, MetricsDict
+from zae.loop.metric_rows import Metrics, MetricsDict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 TASK = """

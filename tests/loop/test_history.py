@@ -21,8 +21,9 @@ from kit.hand import network
 from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
 from zae.addons import GradientAccumulationAddon, StateManagerAddon
-from zae.loop.epoch_log import EpochLog, plain
-from zae.loop.history import Metrics, MetricsDict, direction_of, split_prefix
+from zae.loop.epoch_log import EpochLog, plain_numbers
+from zae.loop.history import direction_of
+from zae.loop.metric_rows import Metrics, MetricsDict, split_prefix
 from zae.metrics.reductions import Partial, merge_sums
 from zae.values.host import to_host
 
@@ -92,7 +93,7 @@ def test_values_that_wait_on_a_device_are_read_in_their_order() -> None:
     log, series = EpochLog(), [(float(index), index + 1) for index in range(150)]
     log.record({"a": 0.0}, 1)
     for value, weight in series[1:]:
-        log._series["a"].wait(torch.tensor(value), weight)
+        log._series["a"].add_pending(torch.tensor(value), weight)
     assert len(log._series["a"].values) == 1
     assert log["a"] == [value for value, _ in series]
     assert log.means()["a"] == sum(v * w for v, w in series) / sum(w for _, w in series)
@@ -598,7 +599,7 @@ def test_nan_is_never_the_best() -> None:
 def test_what_is_logged_by_hand_is_kept_as_plain_numbers():
     """A tensor given to ``log`` must not keep its graph alive in the history."""
     loss = (torch.ones(3, requires_grad=True) * 2).sum()
-    kept = plain({"loss": loss, "count": np.int64(3), "note": "text", "all": torch.zeros(2)})
+    kept = plain_numbers({"loss": loss, "count": np.int64(3), "note": "text", "all": torch.zeros(2)})
     assert (kept["loss"], kept["count"], kept["note"]) == (6.0, 3, "text")
     assert type(kept["count"]) is int
     assert not kept["all"].requires_grad

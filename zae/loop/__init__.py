@@ -4,8 +4,9 @@ A call of `Trainer.run`: `run`, with `limits` (where it ends), `progress` (its c
 it between two steps), `continuation` (it goes back to an earlier state), `activity` (what it is doing at a moment) and
 `own_loop` (a `run_epoch` of the user's own).
 
-What a step returned: `step_output` reads it, `epoch_log` and `series` keep it, `history` has the metrics, and
-`recording` fills that. `nonfinite` guards the step, and `first_step` looks at the first one.
+What a step returned: `step_output` reads it, with `step_remarks`, `epoch_log` and `series` keep it, `history` has the
+rows of metrics (`metric_rows`), and `recording` fills that. `nonfinite` guards the step; `first_step` and `first_epoch`
+look at the first ones.
 
 Evaluation: `validation` within a run, `evaluation` of any loader, and `predictions`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zae.errors import CheckpointError, MonitorError, StepError, did_you_mean, printable
 from zae.loop.series import Series
-from zae.loop.step_output import NotNumber, not_number
+from zae.loop.step_remarks import NotNumber, not_number
 from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
 from zae.values.host import to_host
 
-__all__ = ["EpochLog", "interleave", "merge_logs", "plain"]
+__all__ = ["EpochLog", "interleave", "merge_logs", "plain_numbers"]
 
 _log = logging.getLogger("zae")
 _HINTS = {
@@ -73,13 +73,13 @@ class EpochLog(Mapping[str, list[Any]]):
             kind = type(value)
             # A number on the host of an entry that is there already comes with every step: no detours.
             is_number = kind is float or (kind is Tensor and value.is_cpu and not value.ndim)
-            if is_number and series and not series.waits and series.is_mean:
+            if is_number and series and not series.has_pending and series.is_mean:
                 series.values.append(value if kind is float else value.item())
                 series.weights.append(weight)
             elif key != "num_targets":
-                self._record_other(str(key), value, weight)
+                self._record_by_type(str(key), value, weight)
 
-    def _record_other(self, key: str, value: Any, weight: Any) -> None:
+    def _record_by_type(self, key: str, value: Any, weight: Any) -> None:
         """Record a value that is not a number on the host of an entry that exists already."""
         if is_typed(value):
             self._record_typed(key, value, weight)
@@ -109,7 +109,7 @@ class EpochLog(Mapping[str, list[Any]]):
         elif value.is_cpu:
             series.add(value.item(), weight)
         else:
-            series.wait(value, weight)
+            series.add_pending(value, weight)
 
     def _record_typed(self, key: str, metric: Any, weight: Any) -> None:
         """Record a typed metric; a mean may have its own weight."""
@@ -204,19 +204,19 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def begin_epoch(self) -> None:
         """Remove the entries of the last epoch, except the sums of what no record has seen yet."""
-        carried = self._since()
+        carried = self._untaken_sums()
         self.clear()
         self._carried = carried
 
     def take_sums(self) -> dict[str, Partial]:
         """Return the sums since the last call, and reset them."""
-        sums = self._since()
+        sums = self._untaken_sums()
         for series in self._series.values():
-            series.recorded = len(series.values)
+            series.taken_count = len(series.values)
         self._carried = {}
         return sums
 
-    def _since(self) -> dict[str, Partial]:
+    def _untaken_sums(self) -> dict[str, Partial]:
         """Return the sums of what ``take_sums`` has not returned yet, where there is anything."""
         sums = dict(self._carried)
         for key, series in self._series.items():
@@ -224,13 +224,17 @@ class EpochLog(Mapping[str, list[Any]]):
             before = sums.get(key)
             if before is None or before.kind != series.kind:
                 before = Partial.empty(series.kind)
-            sums[key] = before.extend(series.values[series.recorded :], series.weights[series.recorded :])
+            sums[key] = before.extend(series.values[series.taken_count :], series.weights[series.taken_count :])
         return {key: partial for key, partial in sums.items() if partial.has_value}
+
+    def read(self) -> None:
+        """Copy the values that wait on a device to the host."""
+        for series in self._series.values():
+            series.read()
 
     def sums(self) -> dict[str, Partial]:
         """Return what the values of each scalar come to so far."""
-        for series in self._series.values():
-            series.read()
+        self.read()
         return {key: series.sums for key, series in self._series.items()}
 
     def means(self) -> dict[str, float]:
@@ -242,22 +246,15 @@ class EpochLog(Mapping[str, list[Any]]):
         """How each scalar that is not averaged is combined: "sum", "max", "min" or "last"."""
         return {key: series.kind for key, series in self._series.items() if not series.is_mean}
 
-    def over_ranks(self, gather: Callable[[Any], list[Any]], world_size: int) -> EpochLog:
-        """Return the log as one process would have it; on one rank it is this log itself."""
-        if world_size == 1:
-            return self
-        self.sums()  # Reads what waits on a device, before the log is sent.
-        return merge_logs(gather(self))
-
     def state_dict(self, is_open: bool = True) -> dict[str, Any]:
         """Return what was recorded; of a closed epoch, only what no record has seen yet."""
         if not is_open:
-            carried = {key: partial.as_saved() for key, partial in self._since().items()}
+            carried = {key: partial.as_saved() for key, partial in self._untaken_sums().items()}
             return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
         state: dict[str, Any] = {
             "series": {key: series.as_saved() for key, series in self._series.items()},
-            "kept": self._kept_to_save(),
-            "seen": {key: series.recorded for key, series in self._series.items() if series.recorded},
+            "kept": self._outputs_to_save(),
+            "seen": {key: series.taken_count for key, series in self._series.items() if series.taken_count},
             "carried": {key: partial.as_saved() for key, partial in self._carried.items()},
         }
         if self._dropped:
@@ -266,7 +263,7 @@ class EpochLog(Mapping[str, list[Any]]):
             state["kinds"] = self.kinds
         return state
 
-    def _kept_to_save(self) -> dict[str, list[Any]]:
+    def _outputs_to_save(self) -> dict[str, list[Any]]:
         """Return the kept values that a checkpoint can hold, and warn of values that it cannot."""
         from zae.checkpoint.encoding import encode
 
@@ -301,7 +298,7 @@ class EpochLog(Mapping[str, list[Any]]):
         if not self.keeps:
             self.free()
         for key, count in state["seen"].items():
-            self._series[key].recorded = int(count)
+            self._series[key].taken_count = int(count)
         for key, saved in state["carried"].items():
             self._carried[key] = Partial.from_saved(*saved)
 
@@ -325,7 +322,7 @@ def _is_scalar_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "biuf"
 
 
-def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as plain numbers: a record that is kept holds neither a graph nor memory of a device."""
     if not isinstance(metrics, Mapping):
         raise StepError(

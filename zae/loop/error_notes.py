@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from zae.values.describe import describe_batch
 if TYPE_CHECKING:
     from zae.loop.run import Run
 
-__all__ = ["add_notes", "describe_failed_call"]
+__all__ = ["add_notes"]
 
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")  # The methods of nn.Module behind ``module(...)``.
 _MAX_PARAMETERS = 8  # Parameters of a module.
@@ -49,7 +50,7 @@ def add_notes(error: BaseException, run: Run) -> None:
     try:
         note = _describe_place(error, place, run)
         if run.activity.batch is not None and not is_late and not isinstance(error, ZaeError):
-            call = describe_failed_call(error, run.trainer.unwrap())
+            call = _describe_failed_call(error, run.trainer.unwrap())
     except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
         note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
     if note and is_late:
@@ -106,24 +107,16 @@ def _add_hint(error: Exception, trainer: Any) -> None:
         error.add_note(f"zae: {near or hint}")
 
 
-def describe_failed_call(error: BaseException, model: nn.Module) -> str:
+def _describe_failed_call(error: BaseException, model: nn.Module) -> str:
     """Return what was called innermost, with the shapes of its parameters and of its input; "" for no such call."""
     function: FrameType | None = None
-    for frame in reversed([*_frames_of(error)]):
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         called = frame.f_locals.get("self")
         if frame.f_code.co_name in _MODULE_CALLS and isinstance(called, nn.Module):
             return _describe_module(called, model, frame.f_locals)
         if frame.f_globals.get("__name__") == "torch.nn.functional":
             function = frame  # The outermost: losses call others of the same name.
     return "" if function is None else _describe_function(function)
-
-
-def _frames_of(error: BaseException) -> Iterator[FrameType]:
-    """Yield the frames of a traceback, the innermost last."""
-    entry = error.__traceback__
-    while entry is not None:
-        yield entry.tb_frame
-        entry = entry.tb_next
 
 
 def _describe_module(module: nn.Module, model: nn.Module, arguments: Mapping[str, Any]) -> str:

@@ -20,8 +20,9 @@ from zae.data.workers import abandon_workers
 from zae.errors import LoaderError
 from zae.loop.activity import EvaluationSettings
 from zae.loop.epoch_log import interleave
-from zae.loop.history import Metrics
-from zae.loop.step_output import read_output, report_not_numbers, report_unknown_samples
+from zae.loop.metric_rows import Metrics
+from zae.loop.step_output import read_output
+from zae.loop.step_remarks import report_not_numbers, report_unknown_samples
 from zae.metrics.reductions import combine_loaders
 from zae.null_context import NULL_CONTEXT
 from zae.parts import gather_dp

@@ -17,7 +17,7 @@ from zae.data.loader_checks import check_loader, check_repeatable
 from zae.data.loaders import length_of
 from zae.errors import ConfigError, LoaderError
 from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
-from zae.optim.checks import Span
+from zae.optim.schedule_checks import Span
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -30,6 +30,15 @@ MAX_DELAY_STEPS = 64
 _MAX_COPY_BYTES = 16 * 2**20
 """Bytes of the largest buffer that is copied before each step: statistics are small, large buffers are constants."""
 
+_REMEDY = (
+    "Look for a division by 0, a log of 0 or a bad sample (AnomalyAddon names the module and the operation), lower the "
+    "learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
+)
+_NO_TARGETS = (
+    "A batch has num_targets 0, and the mean over no target is NaN: divide the sum by num_targets.clamp(min=1), for "
+    "instance cross_entropy(logits, labels, reduction='sum') / num_targets.clamp(min=1)"
+)
+
 
 class NonFiniteGuard:
     """Looks at each loss, and at the gradient norm where clipping computes it, before the optimizer steps.
@@ -205,16 +214,6 @@ def _spoilt_statistics(model: nn.Module) -> list[str]:
         if name.rpartition(".")[2].startswith("running_") and not nn.parameter.is_lazy(buffer):
             statistics[name] = buffer
     return nonfinite_in(statistics)
-
-
-_REMEDY = (
-    "Look for a division by 0, a log of 0 or a bad sample (AnomalyAddon names the module and the operation), lower the "
-    "learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
-)
-_NO_TARGETS = (
-    "A batch has num_targets 0, and the mean over no target is NaN: divide the sum by num_targets.clamp(min=1), for "
-    "instance cross_entropy(logits, labels, reduction='sum') / num_targets.clamp(min=1)"
-)
 
 
 def _format_numbers(out: Mapping[str, Any]) -> str:

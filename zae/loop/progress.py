@@ -1,4 +1,4 @@
-"""The position of a run, how far it goes, and when something is due."""
+"""The counters of training and its calls of ``run``, and cadences, which say at which counts something is due."""
 
 from __future__ import annotations
 

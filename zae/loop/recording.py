@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zae.loop.history import Metrics
-from zae.loop.step_output import report_not_numbers
+from zae.loop.metric_rows import Metrics
+from zae.loop.step_remarks import report_not_numbers
 from zae.metrics.reductions import means_of, merge_sums
 from zae.parts import gather_dp
 

@@ -40,9 +40,9 @@ from zae.display.terminal import Display
 from zae.errors import LoaderError, TaskError
 from zae.loop.activity import Activity
 from zae.loop.continuation import Continuation
-from zae.loop.first_step import FirstEpoch
-from zae.loop.history import Metrics
+from zae.loop.first_epoch import FirstEpoch
 from zae.loop.limits import Extent, RunLimits
+from zae.loop.metric_rows import Metrics
 from zae.loop.progress import NO_LIMIT, TIME_IS_UP
 from zae.loop.recording import log_training, record_epoch, update_best
 from zae.loop.requests import Requests

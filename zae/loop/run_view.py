@@ -11,7 +11,7 @@ from zae.loop.limits import remaining
 from zae.loop.progress import NO_LIMIT
 
 if TYPE_CHECKING:
-    from zae.loop.history import MetricsDict
+    from zae.loop.metric_rows import MetricsDict
     from zae.loop.run import Run
 
 __all__ = ["Position", "RunView"]

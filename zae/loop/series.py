@@ -53,36 +53,36 @@ class Series:
         self.kind = kind
         self.is_mean = kind == "mean"
         self.sums = Partial.empty(kind)
-        self.recorded = 0  # How many values a record has seen.
-        self.waits = False  # Whether any value waits on its device.
-        self.pending = _PendingDeviceValues()
+        self.taken_count = 0  # How many values `EpochLog.take_sums` has returned.
+        self.has_pending = False  # Whether any value waits on its device.
+        self.pending_values = _PendingDeviceValues()
         self.pending_weights = _PendingDeviceValues()
-        self.owed: list[int] = []  # The indices of the weights that wait as well.
+        self.pending_weight_indices: list[int] = []
 
     def add(self, value: float, weight: float | Tensor) -> None:
-        if self.waits:  # The values before this one come first.
+        if self.has_pending:  # The values before this one come first.
             self.read()
         self.values.append(value)
         self.weights.append(float(weight))
 
-    def wait(self, value: Tensor, weight: float | Tensor) -> None:
+    def add_pending(self, value: Tensor, weight: float | Tensor) -> None:
         """Keep a value on its device, and its weight too where that is there."""
-        self.waits = True
-        self.pending.add(value)
+        self.has_pending = True
+        self.pending_values.add(value)
         if isinstance(weight, Tensor):
-            self.owed.append(len(self.weights))
+            self.pending_weight_indices.append(len(self.weights))
             self.pending_weights.add(weight)
             weight = math.nan
         self.weights.append(weight)
 
     def read(self) -> None:
         """Copy the waiting values to the host, and add up what is new, always in the same order."""
-        if self.waits:
-            self.values.extend(self.pending.read())
-            for index, weight in zip(self.owed, self.pending_weights.read(), strict=True):
+        if self.has_pending:
+            self.values.extend(self.pending_values.read())
+            for index, weight in zip(self.pending_weight_indices, self.pending_weights.read(), strict=True):
                 self.weights[index] = weight
-            self.waits = False
-            self.owed = []
+            self.has_pending = False
+            self.pending_weight_indices = []
         first_new = self.sums.seen
         self.sums = self.sums.extend(self.values[first_new:], self.weights[first_new:])
 

@@ -46,7 +46,7 @@ __all__ = ["UserState", "check_user_state", "names_of_trainer"]
 
 _log = logging.getLogger("zae")
 _ABSENT = "absent"  # In place of the class of a module that was removed.
-_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 class UserState:
@@ -214,7 +214,7 @@ class UserState:
         gradients = state.get("gradients", {})
         for name, parameter in trainer.unwrap().named_parameters():
             if name in gradients:
-                parameter.grad = _like(parameter, gradients[name])
+                parameter.grad = _in_parts_of(parameter, gradients[name])
 
 
 def check_user_state(state: Any) -> dict[str, Any]:
@@ -264,9 +264,13 @@ class _Options(dict[str, Any]):
 
 @once_for_a_class
 def _options_by_place(cls: Any) -> list[tuple[str, bool]]:
-    """Return the options of zae and of add-ons, and whether each is in a class; others are attributes of the task."""
-    names = [name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)]
-    return [(name, any(name in vars(base) for base in cls.__mro__)) for name in names]
+    """Return the options of zae and of add-ons, and whether an attribute of a class holds each."""
+    return [(name, any(name in vars(base) for base in cls.__mro__)) for name in _options_of_zae(cls)]
+
+
+def _options_of_zae(cls: Any) -> list[str]:
+    """Return the options of zae and of add-ons; those of a task are attributes of its own."""
+    return [name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)]
 
 
 def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
@@ -321,12 +325,12 @@ def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> N
         if now != kind:
             differ.append(f"{path} was {kind} and is {now}")
     if differ:
-        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        more = f" and {len(differ) - _MAX_SHOWN} more" if len(differ) > _MAX_SHOWN else ""
         _log.warning(
             "training had replaced modules of the model when the state that this run resumes from was saved, and a "
             "checkpoint has no modules: %s%s. This run differs from an uninterrupted one; build the model as it was, "
             "before run()",
-            "; ".join(differ[:_SHOWN]),
+            "; ".join(differ[:_MAX_SHOWN]),
             more,
         )
 
@@ -337,7 +341,7 @@ def names_of_trainer(cls: Any) -> frozenset[str]:
 
     A task that has an attribute of the same name shares it with them.
     """
-    names = {name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)}
+    names = {*_options_of_zae(cls)}
     names.update(("_is_addon", "_partial", "_recipe"))  # What classes have of their composition.
     for base in cls.__mro__:
         if not (is_of_zae(base) or is_add_on(base)):
@@ -376,8 +380,8 @@ def _are_equal(value: Any, held: Any) -> bool:
     return has_same_bits(map_tensors(local_part, value), map_tensors(local_part, held))
 
 
-def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient as a parameter has it, which may lie in parts on several ranks."""
+def _in_parts_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a saved gradient as its parameter lies on the ranks, which may be in parts."""
     if is_sharded(parameter) and not is_sharded(gradient):
         from torch.distributed.tensor import distribute_tensor
 

@@ -1,8 +1,8 @@
 """The optimizers and schedulers of a trainer. Here: what their groups hold, parameters and learning rates.
 
-`factories` makes them, and `checks` refuses those that do not fit; `optimization` steps them, with `gradients`; `modes`
-exchanges the weights of those that evaluate with other ones. `optimizer_state` loads a state, which `saved_state` has
-fitted to the present optimizer, and `copies` are copies of all of it.
+`factories` makes them, and `checks` and `schedule_checks` refuse those that do not fit; `optimization` steps them, with
+`gradients`; `modes` exchanges the weights of those that evaluate with other ones. `optimizer_state` loads a state that
+`saved_state` has fitted to the present optimizer, and `copies` are copies of all of it.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@ from zae.arguments import NonNegative, check_argument
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
 from zae.model.weights import named_parameters
 from zae.optim import modes
-from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
+from zae.optim.checks import check_disjoint, check_scheduler_owners
 from zae.optim.copies import copy_optimizer
 from zae.optim.factories import as_dict, call_factories, is_factory, make_scheduler, optimizer_for
 from zae.optim.optimizer_state import are_small_and_whole, check_loaded, match_layout, with_enums
 from zae.optim.saved_state import added_groups, check_rates, grow_lambdas, in_present_order, parameter_order
+from zae.optim.schedule_checks import Span, check_schedules
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
 from zae.values.walk import leaves_of
 
@@ -254,10 +255,10 @@ class Optimization:
 
     def check_run(self, epochs: Span, steps: Span, has_metric: bool) -> list[str]:
         """Refuse schedules that do not fit a run, and return warnings of schedules that probably do not."""
-        warned = check_schedules(
+        texts = check_schedules(
             self.schedulers, self.scheduler_step_on_batch, self.is_step_explicit, epochs, steps, has_metric
         )
-        return warned if steps.present else warned + self._low_rates()
+        return texts if steps.present else texts + self._low_rates()
 
     def _low_rates(self) -> list[str]:
         """Describe the schedules, stepped by epochs, whose first epoch has less than a tenth of the base rate."""

@@ -27,9 +27,9 @@ from zae.loop.limits import RunLimits
 from zae.loop.progress import NO_LIMIT
 from zae.model.copying import deep_copy
 from zae.optim import learning_rates
-from zae.optim.checks import check_schedules
 from zae.optim.factories import as_dict, is_factory, make_optimizer, make_scheduler, optimizer_for, takes_model
 from zae.optim.optimization import Optimization
+from zae.optim.schedule_checks import check_schedules
 from zae.plan.page import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
 from zae.values.walk import copy_of
