@@ -8,11 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit import faults, hand
@@ -20,6 +21,10 @@ from kit.faults import Child, answer, build, everything, forked, wait_for
 from zae import Every
 from zae.addons import StateManagerAddon
 from zae.checkpoint.folder import newest_valid
+from zae.data.batch_limits import BatchLimits
+from zae.data.sharding import shard
+from zae.data.shards import Ranks
+from zae.data.workers import iterate, keep_from_workers
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 STATUS = {TERM: 143, INT: 130, USR1: 143, HUP: 129}
@@ -111,6 +116,37 @@ def test_a_signal_to_the_whole_group(folder: Path, at: str, number: int, options
     assert (folder / "evaluated").exists() == (at != "validation")
     if "kind" not in options:  # A stateful loader draws otherwise.
         assert answer(lambda: run(folder, **options)) == whole(options)
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of one sample."""
+
+    is_sharded = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(hand.data(24))
+
+
+VIEWS = {
+    "limit_batches": lambda loader: BatchLimits(20).of_training(loader),
+    "ranks": lambda loader: shard(loader, True, Ranks(0, 2, lambda value: value, lambda agrees: agrees)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_signal_to_the_workers_of_a_stream(view: str) -> None:
+    """Limited, or on several ranks, its loader is read by something else, and its workers survive as well."""
+
+    def read() -> int:
+        keep_from_workers(0, {TERM})
+        batches = iterate(VIEWS[view](DataLoader(Stream(), 1, num_workers=1, prefetch_factor=1)))
+        next(batches)
+        for worker in children(os.getpid()):
+            os.kill(worker, TERM)
+        time.sleep(0.1)
+        return 1 + len(list(batches))
+
+    assert answer(read) == {"limit_batches": 20, "ranks": 24}[view]
 
 
 class Program(Dataset[Any]):

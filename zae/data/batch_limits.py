@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from zae.data.loaders import Proxy, describe, iterates_as_torch, with_entries
+from zae.data.workers import iterate
 from zae.errors import ConfigError
 
 __all__ = ["BatchLimits"]
@@ -94,13 +95,13 @@ class _FirstOfStream(Proxy):
 
     def __init__(self, loader: Any, count: int) -> None:
         super().__init__(loader)
-        self.count = count
+        self._count = count
 
     def __len__(self) -> int:
-        return min(self.count, super().__len__())
+        return min(self._count, super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.passed), self.count)
+        return islice(iterate(self.passed), self._count)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):  # That of the loader knows no end of an epoch at these batches.

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from zae import random_state
 from zae.data.loaders import length_of, unwrap_sampler
-from zae.data.sharding import collate_of
+from zae.data.shards import collate_of
 
 __all__ = [
     "LoaderParts",

@@ -26,12 +26,14 @@ from zae.data.shards import (
     Ranks,
     SampleShards,
     Shards,
+    UnlessEmpty,
     check_present,
     is_of_torch,
 )
+from zae.data.workers import iterate
 from zae.errors import LoaderError
 
-__all__ = ["collate_of", "shard", "shards_of"]
+__all__ = ["shard", "shards_of"]
 
 _log = logging.getLogger("zae")
 
@@ -148,27 +150,6 @@ def _needs_check(loader: Any, shards: SampleShards | BatchShards) -> bool:
     return shards.leaves_out or not has_fixed_length or loader.collate_fn is not default_collate
 
 
-class UnlessEmpty:
-    """Call the collate function of the user, but not for empty batches."""
-
-    def __init__(self, collate: Callable[[Any], Any], is_unbatched: bool, training: bool) -> None:
-        self.collate = collate
-        self._is_unbatched = is_unbatched
-        self._training = training
-
-    def __call__(self, samples: Any) -> Any:
-        if not len(samples):
-            return EMPTY
-        batch = self.collate(samples[0] if self._is_unbatched else samples)
-        return check_present(batch) if self._training else batch
-
-
-def collate_of(loader: Any) -> Any:
-    """Return the collate function of the user, also of a loader that is divided among ranks."""
-    collate = getattr(loader, "collate_fn", None)
-    return collate.collate if isinstance(collate, UnlessEmpty) else collate
-
-
 class _WorkerSeed:
     """Seed the workers of each rank differently, where the loaders of all ranks draw from one generator."""
 
@@ -201,7 +182,7 @@ class _LoaderInStep:
         self._has_warned = False
 
     def __iter__(self) -> Iterator[Any]:
-        return _IteratorInStep(iter(self._loader), self._ranks, self._warn_of_rest)
+        return _IteratorInStep(iterate(self._loader), self._ranks, self._warn_of_rest)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The shards of a loader: which of its entries, samples or whole batches, each rank gets in each step."""
+"""The shards of a loader: which of its entries, samples or whole batches, each rank gets in each step, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from zae.data.loaders import length_of
 from zae.errors import LoaderError
 from zae.values.walk import leading_dimension
 
-__all__ = ["EMPTY", "BatchShards", "ListShards", "Ranks", "SampleShards", "Shards", "check_present", "is_of_torch"]
+__all__ = [
+    "EMPTY",
+    "BatchShards",
+    "ListShards",
+    "Ranks",
+    "SampleShards",
+    "Shards",
+    "UnlessEmpty",
+    "check_present",
+    "collate_of",
+    "is_of_torch",
+]
 
 
 class _Empty(enum.Enum):
@@ -160,6 +171,27 @@ def check_present(batch: Any) -> Any:
             "skipped; return the valid samples, or remove the others from the dataset"
         )
     return batch
+
+
+class UnlessEmpty:
+    """Call the collate function of the user, but not for empty batches."""
+
+    def __init__(self, collate: Callable[[Any], Any], is_unbatched: bool, training: bool) -> None:
+        self.collate = collate
+        self._is_unbatched = is_unbatched
+        self._training = training
+
+    def __call__(self, samples: Any) -> Any:
+        if not len(samples):
+            return EMPTY
+        batch = self.collate(samples[0] if self._is_unbatched else samples)
+        return check_present(batch) if self._training else batch
+
+
+def collate_of(loader: Any) -> Any:
+    """Return the collate function of the user, also of a loader that is divided among ranks."""
+    collate = getattr(loader, "collate_fn", None)
+    return collate.collate if isinstance(collate, UnlessEmpty) else collate
 
 
 # --------------------------------------------------------------------------------------- one order on all ranks

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zae.compose.introspect import is_overridden
 from zae.data.loaders import Proxy
+from zae.data.workers import iterate
 from zae.errors import TaskError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class _OwnLoop(Proxy):
             raise self._error("iterates over its loader a second time; one call is one epoch: give run() more epochs")
         if self._run.activity.has_begun_epoch:  # The default loop reads it, within something of the user.
             self._warn_of_wrapper()
-            return iter(self.passed)
+            return iterate(self.passed)
         self._steps = self._loop()
         return self._steps
 
