@@ -12,7 +12,7 @@ from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shards_of
 from zae.errors import ConfigError, LoaderError, StepError
 from zae.parts import StepWindow
-from zae.values.walk import leading_dimension
+from zae.values.walk import leading_dimension, owners_of_user
 
 __all__ = ["AccumulationWindow", "GradientAccumulationAddon"]
 
@@ -156,7 +156,9 @@ class GradientAccumulationAddon(AddOnBase):
         length = length_of(loader)
         count = self._batches_per_step(loader)
         remaining = None if length is None else length - self.progress_checker.epoch_batch
-        yield from window.group(batches, count, remaining, self._may_repeat())
+        # An override of these may compute the gradients of one window several times.
+        may_repeat = bool(owners_of_user(type(self), *_REPEATED))
+        yield from window.group(batches, count, remaining, may_repeat)
         for _ in batches:  # A loader may count its batches only when it is asked for one more.
             raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
 
@@ -191,11 +193,6 @@ class GradientAccumulationAddon(AddOnBase):
                 "'num_targets'"
             )
         return samples
-
-    def _may_repeat(self) -> bool:
-        """Return whether an override of a user may compute the gradients of one window several times."""
-        user_classes = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("zae."))
-        return any(name in vars(kind) for kind in user_classes for name in _REPEATED)
 
     @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:

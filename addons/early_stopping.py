@@ -116,8 +116,8 @@ class EarlyStoppingAddon(AddOnBase):
 
     def _end(self, reason: str) -> None:
         """End the run, unless this call of ``run`` has fewer than ``min_epochs`` epochs yet."""
-        began = [0, *(epoch for epoch, _ in self.progress_checker.run_starts)][-1]
-        if self.progress_checker.epoch - began >= self.min_epochs:
+        first_epoch, _ = self.progress_checker.run_calls.present_start
+        if self.progress_checker.epoch - first_epoch >= self.min_epochs:
             self.stop(reason)
 
     def _improves(self, score: float) -> bool:

@@ -206,8 +206,8 @@ class CallbackAddon(AddOnBase):
         run = self.current_run
         self._callbacks.args = self.callback_args
         self._callbacks.in_epoch = run.extent.steps_in_epoch
-        calls = self.progress_checker.run_calls
-        if calls.starts[calls.index - 1][1] == self.progress_checker.step:
+        _, first_step = self.progress_checker.run_calls.present_start
+        if first_step == self.progress_checker.step:
             self._callbacks.losses.begin(self.progress_checker.step)
             self._callbacks.state.log_history = []
         self._reader.begin(self._callbacks.state)

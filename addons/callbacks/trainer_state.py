@@ -370,9 +370,8 @@ class RunReader:
     @property
     def begin_of_call(self) -> tuple[int, int]:
         """The epoch and the step at which the present call of ``run`` began: Transformers counts from there."""
-        calls = self.trainer.progress_checker.run_calls
-        epoch, step = calls.starts[calls.index - 1] if calls.index else (0, 0)
-        return epoch, step
+        start: tuple[int, int] = self.trainer.progress_checker.run_calls.present_start
+        return start
 
     def read(self, state: TrainerState) -> None:
         """Set where the run stands."""

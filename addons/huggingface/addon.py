@@ -261,16 +261,16 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     def on_epoch_begin(self) -> None:
         """Evaluate before the first step, where ``eval_on_start`` asks for it."""
         super().on_epoch_begin()
-        calls = self.progress_checker.run_calls
-        if self.eval_on_start and calls.starts[calls.index - 1][1] == self.progress_checker.step:
+        _, first_step = self.progress_checker.run_calls.present_start
+        if self.eval_on_start and first_step == self.progress_checker.step:
             self.evaluate()
 
     def on_run_begin(self) -> None:
         """Begin the sum of losses of a new call."""
         super().on_run_begin()
         self._batches = length_of(self.current_run.activity.loader)
-        calls = self.progress_checker.run_calls
-        if calls.starts[calls.index - 1][1] == self.progress_checker.step:
+        _, first_step = self.progress_checker.run_calls.present_start
+        if first_step == self.progress_checker.step:
             self._loss_sum = torch.zeros(())
 
     def on_run_end(self) -> None:
@@ -328,8 +328,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     def _epochs_of_call(self) -> float:
         """Return how many epochs this call of ``run`` has trained; of the open one, by its batches."""
         progress = self.progress_checker
-        calls = progress.run_calls
-        first_epoch = calls.starts[calls.index - 1][0] if calls.index else 0
+        first_epoch, _ = progress.run_calls.present_start
         return progress.epoch - first_epoch + progress.epoch_batch / (self._batches or progress.epoch_batch or 1)
 
     def begin_anew(self) -> None:

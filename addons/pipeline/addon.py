@@ -24,6 +24,7 @@ from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim.factories import as_dict
 from zae.parts import Engine, SingleProcess
+from zae.values.walk import owners_of_user
 
 __all__ = ["PipelineAddon", "PipelineEngine"]
 
@@ -221,11 +222,10 @@ class PipelineAddon(DistributedAddon):
                 "a pipeline differentiates one loss by all parameters, and the trainer has several "
                 "optimizers; give one with several groups, or train with MultiGPUAddon"
             )
-        user_classes = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] != "zae"]
-        if names := [cls.__name__ for cls in user_classes if "backward" in vars(cls)]:
+        if owners := owners_of_user(type(self), "backward"):
             raise ConfigError(
-                f"{names[0]} overrides backward, which a schedule does not call; change gradients in clip(), before "
-                "super().clip(), or train with MultiGPUAddon"
+                f"{owners[0].__name__} overrides backward, which a schedule does not call; change gradients in clip(), "
+                "before super().clip(), or train with MultiGPUAddon"
             )
 
     # -------------------------------------------------------------------------------------------------- the stages

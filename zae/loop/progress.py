@@ -118,6 +118,12 @@ class RunCalls:
         return self.index < len(self.starts)
 
     @property
+    def present_start(self) -> tuple[int, int]:
+        """The epoch and the step at which the call under way began; zeros before the first one."""
+        epoch, step = self.starts[self.index - 1] if self.index else (0, 0)
+        return epoch, step
+
+    @property
     def is_completed(self) -> bool:
         """Whether the next call is in the state, with another one after it."""
         return self.index + 1 < len(self.starts)

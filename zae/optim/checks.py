@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from zae.errors import ConfigError, kind_of
 from zae.optim import parameters_of
 from zae.optim.factories import as_dict, check_parameters, label, optimizer_for
-from zae.values.walk import is_of_zae
+from zae.values.walk import owners_of_user
 
 __all__ = [
     "check_closures",
@@ -104,8 +104,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
     """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
-    user_classes = [c for c in cls.__mro__ if not is_of_zae(c)]
-    if any(name in vars(c) for c in user_classes for name in ("step_one", "optimizer_step")):
+    if owners_of_user(cls, "step_one", "optimizer_step"):
         return
     for name, optimizer in optimizers.items():
         if needs_closure(optimizer):

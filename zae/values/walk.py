@@ -37,6 +37,7 @@ __all__ = [
     "map_tensors",
     "names_read_by",
     "nonfinite_in",
+    "owners_of_user",
     "redistribute_like",
     "sample",
     "search",
@@ -274,6 +275,11 @@ def is_of_library(holder: ModuleType | type) -> bool:
 def is_of_zae(cls: type) -> bool:
     """Return whether a class is of zae, and not of the user or of another package."""
     return cls.__module__.partition(".")[0] == "zae"
+
+
+def owners_of_user(cls: type, *names: str) -> list[type]:
+    """Return the classes of the user, or of another package, that define one of these names, outermost first."""
+    return [base for base in cls.__mro__ if not is_of_zae(base) and any(name in vars(base) for name in names)]
 
 
 @lru_cache(maxsize=1000)
