@@ -2,12 +2,24 @@
 
 Public: `SeededDataset` draws the same random numbers in any worker.
 
-`loaders` has what any loader says of itself, `loader_checks` refuses what is none, and `batch_limits` takes its first
-batches. `position` resumes an epoch; `reading` has a class for each way to read a loader. `loader_parts` says what a
-loader is made of; `loader_state` captures the states and random streams of these parts, `loader_values` what training
-changes in them, and `streams` all of it, as an epoch began and now. `gather` builds batches of tensors in memory;
-`sharding` gives each rank its loader, over the `shards` of the entries; `reshard` continues an epoch on another number
-of ranks; `workers` keeps signals from loader workers, and handles those that die.
+    loaders         what any loader says of itself, and copies with another order
+    loader_checks   refuse what is no loader, or ends too early
+    batch_limits    the first batches of a loader
+    gather          batches of tensors in memory, built without fetching single samples
+    seeded          random numbers of samples that depend on no worker
+    workers         processes of a loader: signals, deaths, epochs
+
+    position        how far a run is in its loader, and how an epoch is resumed
+    reading         one class for each way to read a loader
+    batch_digests   recognise the batch that was used last, and that epochs begin with
+    streams         what the batches follow from, as the epoch began and now
+    loader_parts    what a loader is made of: samplers, datasets, the collate function
+    loader_state    the states and random streams of these parts
+    loader_values   what training changes in these parts
+
+    sharding        the loader of one rank
+    shards          which entries a rank gets in each step
+    reshard         an epoch goes on with another number of ranks, or another batch size
 """
 
 from zae.data.seeded import SeededDataset
