@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zae.errors import CheckpointMismatch
 from zae.model.weights import named_parameters, plain_names, plain_state
-from zae.values.strides import contiguous_strides, copy_with_strides, is_laid_out, strides_to_save, with_strides
+from zae.values.strides import (
+    check_strides,
+    contiguous_strides,
+    copy_with_strides,
+    is_laid_out,
+    repeat_again,
+    strides_to_save,
+)
 from zae.values.walk import is_sharded
 
 __all__ = ["check_module", "load_broadcasts", "load_flags", "load_strides", "read_module"]
@@ -55,9 +61,12 @@ def _read_strides(module: nn.Module) -> dict[str, list[int]] | None:
 
 def check_module(entry: Any) -> None:
     """Refuse an entry that `read_module` does not return."""
-    names = [entry.get(key) for key in ("frozen", "evaluating")] if isinstance(entry, Mapping) else [None]
-    strides = entry.get("strides") if isinstance(entry, Mapping) else ()
-    if not all(isinstance(name, list) for name in names) or not isinstance(strides, (Mapping, type(None))):
+    lists: list[Any] = [None]
+    if isinstance(entry, Mapping):
+        lists = [entry.get("frozen"), entry.get("evaluating")]
+    strides = entry.get("strides") if isinstance(entry, Mapping) else None
+    are_names = all(isinstance(names, list) and {str}.issuperset(map(type, names)) for names in lists)
+    if not are_names or not isinstance(strides, (Mapping, type(None))):
         raise CheckpointMismatch(
             f"the entry 'module' of the state is {entry!r:.60}, not what is frozen and evaluating; load another "
             "checkpoint, or the weights alone: apply_weights(path)"
@@ -65,27 +74,35 @@ def check_module(entry: Any) -> None:
 
 
 def load_strides(module: nn.Module, entry: Mapping[str, Any]) -> None:
-    """Give the tensors of a model the order in memory that they had when they were saved; their values stay."""
-    saved = entry["strides"]
-    for name, tensor in plain_state(module, keep_vars=True).items():
-        if saved is None or not isinstance(tensor, Tensor) or not is_laid_out(tensor):
-            continue
-        strides = tuple(saved.get(name) or contiguous_strides(tensor.shape))
-        if len(strides) == tensor.dim() and tensor.stride() != strides and 0 not in strides:
+    """Give the tensors of a model the order in memory that they had when they were saved; their values stay.
+
+    Raise ValueError or TypeError, before any is changed, for strides that a tensor cannot have.
+    """
+    changed = list(_in_other_order(module, entry))
+    for tensor, strides in changed:
+        check_strides(tensor.shape, strides)
+    for tensor, strides in changed:
+        if 0 not in strides:
             # The model, the optimizers and the engine keep the same tensor.
             tensor.data = copy_with_strides(tensor.detach(), strides)
 
 
 def load_broadcasts(module: nn.Module, entry: Mapping[str, Any]) -> None:
     """Make views again of tensors that repeated some of their elements; it comes after their values are loaded."""
-    state = plain_state(module, keep_vars=True)
-    for name, strides in (entry["strides"] or {}).items():
-        tensor = state.get(name)
-        if 0 not in strides or not isinstance(tensor, Tensor) or not is_laid_out(tensor):
+    for tensor, strides in _in_other_order(module, entry):
+        if 0 in strides:
+            repeat_again(tensor, strides)
+
+
+def _in_other_order(module: nn.Module, entry: Mapping[str, Any]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Yield the tensors of a model that had another order in memory when they were saved, with their strides then."""
+    saved = entry["strides"]
+    for name, tensor in plain_state(module, keep_vars=True).items():
+        if saved is None or not isinstance(tensor, Tensor) or not is_laid_out(tensor) or not tensor.numel():
             continue
-        view = with_strides(tensor.detach(), strides)
-        if torch.equal(view, tensor):
-            tensor.data = view
+        strides = tuple(saved.get(name) or contiguous_strides(tensor.shape))
+        if len(strides) == tensor.dim() and strides != tensor.stride():
+            yield tensor, strides
 
 
 def load_flags(

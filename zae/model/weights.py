@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zae.errors import CheckpointMismatch
 from zae.torch_private import has_own_loading, has_own_shapes
-from zae.values.strides import can_have_strides, has_own_elements, with_strides
+from zae.values.strides import has_own_elements, repeat_again
 from zae.values.walk import is_sharded, redistribute_like
 
 __all__ = [
@@ -219,11 +219,7 @@ def _writable(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, strides in expanded:
-            view = (
-                with_strides(parameter.detach(), strides) if can_have_strides(parameter.shape, strides) else parameter
-            )
-            if torch.equal(view, parameter):  # Else other values were loaded.
-                parameter.data = view
+            repeat_again(parameter, strides)
 
 
 def check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 __all__ = [
     "axes_in_memory",
     "can_have_strides",
+    "check_strides",
     "contiguous_strides",
     "copy_with_strides",
     "has_own_elements",
     "is_laid_out",
+    "repeat_again",
     "span",
     "strides_to_save",
     "view_key",
@@ -98,12 +100,19 @@ def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a copy of a tensor in an order of memory; arguments and errors as for `with_strides`."""
     shape = tuple(tensor.shape)
     strides = tuple(strides)
-    if not can_have_strides(shape, strides):
-        raise ValueError(f"a tensor of shape {shape!s:.80} cannot have the strides {strides!s:.80}")
+    check_strides(shape, strides)
     base = without_repeats(tensor, strides)
     memory = torch.zeros(span(shape, strides), dtype=tensor.dtype, device=tensor.device)
     memory.as_strided(base.shape, strides).copy_(base)
     return memory.as_strided(shape, strides)
+
+
+def repeat_again(tensor: Tensor, strides: Sequence[int]) -> None:
+    """Let a tensor repeat its elements again by strides of 0, unless it has others by now."""
+    if can_have_strides(tensor.shape, strides):
+        view = with_strides(tensor.detach(), strides)
+        if torch.equal(view, tensor):
+            tensor.data = view
 
 
 def without_repeats(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
@@ -118,6 +127,12 @@ def without_repeats(tensor: Tensor, strides: Sequence[int] | None = None) -> Ten
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return how many elements of memory lie between the first and the last element."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def check_strides(shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Raise ValueError for strides that a tensor of this shape cannot have."""
+    if not can_have_strides(shape, strides):
+        raise ValueError(f"a tensor of shape {tuple(shape)!s:.80} cannot have the strides {strides!s:.80}")
 
 
 def can_have_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
