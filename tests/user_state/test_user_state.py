@@ -980,6 +980,23 @@ def test_functions_of_the_data_that_training_replaces(
     assert [text[: len(expected[0])] if expected else text for text in warnings_in(caplog)] == expected
 
 
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_a_list_of_batches_that_training_shuffles(
+    shuffles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = list(INPUTS)
+
+    class Shuffles(Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if shuffles:
+                batches.reverse()
+
+    build(Shuffles, tmp_path, save_every=1).run(3, batches)
+    expected = ["training has changed the list of batches"] * shuffles
+    assert [text[: len(expected[0])] if expected else text for text in warnings_in(caplog)] == expected
+
+
 def test_attributes_of_a_dataset_that_workers_never_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Data(torch.utils.data.Dataset[Any]):
         level = 0

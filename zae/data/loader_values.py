@@ -39,11 +39,12 @@ class LoaderValues:
         self._changes = Changes(opens_lazily=True)
         self._has_warned = False
         self._source: Any = None  # The data of the run before.
+        self._batches: list[int] | None = None  # The ids of those in a list, as the run begins.
         self._trainer: weakref.ref[Trainer] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the data out of a copy."""
-        return {**vars(self), "_source": None, "_trainer": None}
+        return {**vars(self), "_source": None, "_batches": None, "_trainer": None}
 
     def begin(self, loader: Any, trainer: Trainer) -> None:
         """Mark the values as a run begins; what has changed in other data is not of these."""
@@ -52,6 +53,7 @@ class LoaderValues:
         if self._source is not None and self._source is not source:
             self._changes = Changes(opens_lazily=True)
         self._source = source
+        self._batches = [*map(id, loader)] if isinstance(loader, list) else None
         walk = self._walk(LoaderParts(loader), is_begin=True)
         self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, max_bytes=LARGE))
         _warn_of_living_iterators(walk)
@@ -72,6 +74,13 @@ class LoaderValues:
         loader = parts.loader
         if new and not self._has_warned and getattr(loader, "persistent_workers", False) and loader.num_workers:
             self._warn_of_workers(walk, new)
+        if self._batches is not None and isinstance(loader, list) and [*map(id, loader)] != self._batches:
+            self._batches = None
+            _log.warning(
+                "training has changed the list of batches that run() was given, and no checkpoint has it: a resume "
+                "begins with the list of the script. Let a DataLoader shuffle, or a class with __iter__ that draws a "
+                "new order from the list in each epoch"
+            )
         return walk
 
     def note_saved(self, state: Mapping[str, Any] | None) -> None:
