@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -321,6 +323,34 @@ def test_an_iterable_dataset_resumes_by_passing_over(caplog: Any) -> None:
         caplog.clear()
         ends.append(digest(trainer.model))
     assert len(set(ends)) == 1
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_sampler_in_a_batch_sampler_is_told_the_epoch(batched: bool) -> None:
+    """A DistributedSampler draws an order by it: that of the loop by hand that tells it the epoch."""
+
+    def loader() -> tuple[Any, DataLoader[Any]]:
+        sampler: Any = DistributedSampler(range(12), num_replicas=1, rank=0)  # type: ignore[arg-type]
+        batches = BatchSampler(sampler, 4, drop_last=False)
+        dataset: Any = torch.arange(12.0)
+        given: Any = {"batch_sampler": batches} if batched else {"sampler": batches, "batch_size": None}
+        return sampler, DataLoader(dataset, **given)
+
+    class Reads(Task):
+        def train_step(self, batch: Any) -> Any:
+            seen.append(batch.tolist())
+            return {"loss": self.model.weight.sum()}
+
+    seen: list[Any] = []
+    model = nn.Linear(1, 1)
+    Reads(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), log_bar=False).run(2, loader()[1])
+    sampler, batches = loader()
+    by_hand: list[Any] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        by_hand += [batch.tolist() for batch in batches]
+    assert seen == by_hand
+    assert seen[:3] != seen[3:]
 
 
 def test_another_loader_begins_the_next_epoch() -> None:

@@ -22,7 +22,7 @@ __all__ = [
     "set_epoch",
 ]
 
-_DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
+_DEPTH = 4  # Datasets, or samplers, in one another: Subset(ConcatDataset([...])).
 
 
 class LoaderParts:
@@ -127,10 +127,17 @@ def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> d
     return datasets
 
 
+def _samplers_in(sampler: Any, depth: int = _DEPTH) -> list[Any]:
+    """Return a sampler, and those in one another within it."""
+    if sampler is None or not depth:
+        return []
+    return [sampler, *_samplers_in(getattr(sampler, "sampler", None), depth - 1)]
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a loader, its samplers and its datasets, where they have it."""
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    outermost = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    samplers = [part for sampler in outermost for part in _samplers_in(sampler)]
     parts = [loader, *samplers, *datasets_with_epoch(getattr(loader, "dataset", None)).values()]
     for part in {id(part): part for part in parts}.values():
         if callable(getattr(part, "set_epoch", None)):
