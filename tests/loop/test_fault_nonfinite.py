@@ -174,9 +174,8 @@ def test_the_late_look_of_an_accelerator(folder: Path) -> None:
 
         def should_step(self, outputs: Any, progress: Any, processes: Any) -> bool:
             for out, _ in outputs:
-                self._waiting.append(out["loss"].detach())
-                self._steps.append(progress.step + 1)
-            if len(self._waiting) >= MAX_DELAY_STEPS:
+                self._pending.append((progress.step + 1, out["loss"].detach()))
+            if len(self._pending) >= MAX_DELAY_STEPS:
                 self.read_pending(progress, processes)
             return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -48,7 +48,7 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
 
 def mix(add_on: Any, base: Any) -> TrainerMeta:
     """Return a class with one add-on outside of it, for `AddOnBase.apply`."""
-    if _overridden_apply(add_on) is None:
+    if not _overrides_apply(add_on):
         return compose(base, [add_on])
     return cast(TrainerMeta, _derive((add_on, base), base, [add_on], _partial=True))
 
@@ -112,7 +112,7 @@ def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
         plain = next(c for c in root.__mro__ if isinstance(c, TrainerMeta) and not c._is_addon and not add_ons_of(c))
         bases = (root, compose(plain, [*add_ons_of_root, *inside]))
     for add_on in reversed([a for a in ordered if a not in inside]):
-        if _overridden_apply(add_on) is None:
+        if not _overrides_apply(add_on):
             bases = (add_on, *bases)
             continue
         # It gets a class, and returns one: the bases so far are made one class, and go on as what it returned.
@@ -151,10 +151,9 @@ def _derive(bases: tuple[TrainerMeta, ...], root: TrainerMeta, ordered: Sequence
     return TrainerMeta(name, bases, namespace)
 
 
-def _overridden_apply(add_on: TrainerMeta) -> Callable[[TrainerMeta], Any] | None:
-    """Return the ``apply`` of an add-on that overrides it."""
-    owner = next(klass for klass in add_on.__mro__ if "apply" in klass.__dict__)
-    return None if is_base(owner) else add_on.apply
+def _overrides_apply(add_on: TrainerMeta) -> bool:
+    """Return whether an add-on makes the class itself that it is put on."""
+    return not is_base(next(klass for klass in add_on.__mro__ if "apply" in klass.__dict__))
 
 
 def _reduce(cls: TrainerMeta) -> Any:

@@ -188,19 +188,10 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
     """Return what to write instead of an option that the class does not have."""
     if reason := _not_passed_on(cls, name):
         return reason
-    from zae.compose.hints import HINTS
-
     owners = owners_of_options(cls)
     owner = owners[name].__name__ if name in owners else ""
-    is_same_option = owner and HINTS.get(name, "").startswith(f"{name} (")
-    if name in HINTS and not is_same_option:
-        alike = [option for option in options if HINTS.get(option) == HINTS[name]]
-        near_alike = difflib.get_close_matches(name, alike, n=1)
-        is_option = HINTS[name].split()[0] in options
-        alternatives = near_alike or ([] if is_option else alike)
-        first = f"{' or '.join(alternatives)}, or " if alternatives else ""
-        also = f", or the same option of {owner}" if owner and owner not in HINTS[name] else ""
-        return f"; here it is {first}{HINTS[name]}{also}"
+    if foreign := _hint_for_foreign(name, options, owner):
+        return foreign
     if owner:
         return f": it is an option of {owner}; add it with .add_on({owner})"
     if near := did_you_mean(name, options):
@@ -216,6 +207,22 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
         f"{listing}; if {user_class.__name__}.__init__ takes it out of its **kwargs, write "
         f"def __init__(self, *args, {name}=..., **kwargs) there"
     )
+
+
+def _hint_for_foreign(name: str, options: Collection[str], owner: str) -> str:
+    """Return what an option of another library is here; empty where none has it, or an add-on has it as well."""
+    from zae.compose.hints import HINTS
+
+    remedy = HINTS.get(name)
+    if remedy is None or (owner and remedy.startswith(f"{name} (")):
+        return ""
+    alike = [option for option in options if HINTS.get(option) == remedy]
+    near_alike = difflib.get_close_matches(name, alike, n=1)
+    is_option = remedy.split()[0] in options
+    alternatives = near_alike or ([] if is_option else alike)
+    first = f"{' or '.join(alternatives)}, or " if alternatives else ""
+    also = f", or the same option of {owner}" if owner and owner not in remedy else ""
+    return f"; here it is {first}{remedy}{also}"
 
 
 def _classes_with_init(cls: Any) -> list[Any]:

@@ -77,6 +77,41 @@ class DistributedStopFlag:
             yield batch
 
 
+class _RankOutputs:
+    """What this rank has computed of its batches, until it is passed on with that of all ranks, in their order."""
+
+    def __init__(self, trainer: Trainer, take: Callable[[int | None, Any], None]) -> None:
+        self._engine = trainer.engine
+        self._activity = trainer.current_run.activity
+        self._take = take
+        self._batches_at_once = 1 if trainer.world_size == 1 else _GATHERED_BATCHES
+        self._entries: list[tuple[int | None, Any] | None] = []  # One for each batch; None for a batch that was None.
+
+    def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of this rank, and pass on what was made of a few of them."""
+        for batch in batches:
+            self._entries.append(None)
+            yield batch
+            # Before the next batch is asked for, in which ranks without one may take part in a forward.
+            if len(self._entries) == self._batches_at_once:
+                self.pass_on(False)
+
+    def store(self, values: Any, weight: Any) -> None:
+        """Store what the step returned for the batch that was yielded last."""
+        self._entries[-1] = (leading_dimension(self._activity.batch), to_host(values))
+
+    def pass_on(self, is_last: bool) -> bool:
+        """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
+        self._activity.is_loading = False  # An error in here is not one of the loader.
+        parts = gather_dp(self._engine, (is_last, self._entries))
+        for entry in interleave([part for _, part in parts]):
+            if entry is not None:
+                self._take(*entry)
+        self._entries.clear()
+        self._activity.is_loading = not is_last
+        return all(ends for ends, _ in parts)
+
+
 def switch_mode(
     root: nn.Module, inner: nn.Module, modes: tuple[str, str], modules: list[nn.Module] | None
 ) -> list[nn.Module] | None:
@@ -221,41 +256,14 @@ class Evaluation:
         """
         check_loader(loader)
         trainer = self.trainer
-        activity = trainer.current_run.activity
-        # What this rank has computed and not passed on yet: one entry for each batch, None for a batch that was None.
-        outputs: list[tuple[int | None, Any] | None] = []
-        batches_at_once = 1 if trainer.world_size == 1 else _GATHERED_BATCHES
-
-        def store(values: Any, weight: Any) -> None:
-            outputs[-1] = (leading_dimension(activity.batch), to_host(values))
-
-        def pass_on(is_last: bool) -> bool:
-            """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
-            activity.is_loading = False  # An error in here is not one of the loader.
-            parts = gather_dp(trainer.engine, (is_last, outputs))
-            for entry in interleave([part for _, part in parts]):
-                if entry is not None:
-                    size, values = entry
-                    take(size, values)
-            outputs.clear()
-            activity.is_loading = not is_last
-            return all(ends for ends, _ in parts)
-
-        def batches_with_places(batches: Iterator[Any]) -> Iterator[Any]:
-            for batch in batches:
-                outputs.append(None)
-                yield batch
-                # Before the next batch is asked for, in which ranks without one may take part in a forward.
-                if len(outputs) == batches_at_once:
-                    pass_on(False)
-
+        outputs = _RankOutputs(trainer, take)
         step = "test_step" if is_default(trainer.predict_step) else "predict_step"  # As errors name it.
         with self._test_scope(loader, step):
             wrapped = trainer.wrap_loader(loader, False)
-            batches = batches_with_places(trainer.evaluation_batches(wrapped))
-            self._test_batches(loader, batches, store, weighs=False, wrapped=wrapped)
+            batches = outputs.watch(trainer.evaluation_batches(wrapped))
+            self._test_batches(loader, batches, outputs.store, weighs=False, wrapped=wrapped)
             # A rank with fewer batches than others takes part in gathering theirs.
-            while not pass_on(True):
+            while not outputs.pass_on(True):
                 continue
 
     def _test_batches(

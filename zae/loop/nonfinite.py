@@ -60,11 +60,11 @@ class NonFiniteGuard:
         self.keeps_buffers = False
         # Copies of buffers before a step: where each is, of a module and by its name, the buffer, and the copy.
         self._copies: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        self._waiting: list[Tensor] = []  # On an accelerator: losses and norms that were not looked at yet.
-        self._steps: list[int] = []  # The steps that they are of.
+        # On an accelerator: steps, with losses and norms of theirs that were not looked at yet.
+        self._pending: list[tuple[int, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copies": [], "_waiting": [], "_steps": []}
+        return {**self.__dict__, "_copies": [], "_pending": []}
 
     def begin_step(self, model: nn.Module) -> None:
         """Copy the buffers that a forward may change, where a step may be left out."""
@@ -112,17 +112,18 @@ class NonFiniteGuard:
             if not should_step:
                 self.restore_buffers()
             return should_step
-        if self._steps and self._steps[-1] - self._steps[0] >= MAX_DELAY_STEPS - 1:
+        if self._pending and self._pending[-1][0] - self._pending[0][0] >= MAX_DELAY_STEPS - 1:
             self.read_pending(progress, processes)
         return True
 
     def read_pending(self, progress: ProgressChecker, processes: Processes) -> None:
         """Look at the steps that wait on an accelerator."""
-        if not self._waiting:
+        if not self._pending:
             return
-        values = torch.stack([value.float() for value in self._waiting]).tolist()  # One wait for all of them.
+        steps = [step for step, _ in self._pending]
+        values = torch.stack([number.float() for _, number in self._pending]).tolist()  # One wait for all of them.
         bad: dict[int, float] = {}
-        for step, value in zip(self._steps, values):
+        for step, value in zip(steps, values):
             if not math.isfinite(value):
                 bad.setdefault(step, value)
         self.clear_pending()
@@ -144,8 +145,7 @@ class NonFiniteGuard:
 
     def clear_pending(self) -> None:
         """Leave out the steps that wait on an accelerator: the run continues from a state before them."""
-        self._waiting = []
-        self._steps = []
+        self._pending = []
 
     def _look(self, value: Tensor | Mapping[str, Tensor], progress: ProgressChecker) -> bool:
         """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
@@ -154,8 +154,8 @@ class NonFiniteGuard:
             return any(are_bad)
         if value.is_cpu or self.policy == "skip":
             return not math.isfinite(value.item())
-        self._waiting.append(value.detach().clone().reshape(()))  # It may be the static output of a CUDA graph.
-        self._steps.append(progress.step + 1)
+        # A copy: it may be the static output of a CUDA graph.
+        self._pending.append((progress.step + 1, value.detach().clone().reshape(())))
         return False
 
     def _apply_policy(
