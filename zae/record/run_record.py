@@ -53,14 +53,9 @@ class RunRecord:
 
     def note_script(self, trainer: Trainer) -> None:
         """Read the options, the model and the code, once; and optimizers and schedules that are new."""
+        record: parts.Record = {}
         if not self._script:
-            self._script = redact(
-                {
-                    **parts.of_options(trainer),
-                    **parts.of_model(trainer.unwrap()),
-                    **parts.of_code(trainer),
-                }
-            )
+            record = {**parts.of_options(trainer), **parts.of_model(trainer.unwrap()), **parts.of_code(trainer)}
         for kind, several, read in (
             ("optimizer", trainer.optimizers, parts.of_optimizers),
             ("scheduler", trainer.schedulers, parts.of_schedules),
@@ -69,8 +64,11 @@ class RunRecord:
                 key = f"{kind} {name}"
                 if self._objects.get(key) is not entry:
                     self._objects[key] = entry
-                    self._script = _without(self._script, [key]) | redact(read({name: entry}))
+                    self._script = _without(self._script, [key])
                     self._in_use = _without(self._in_use, [key])
+                    record |= read({name: entry})
+        if record:
+            self._script = self._script | redact(record)
 
     def note_call(self, run: Run) -> None:
         """Read the arguments and the data of a call of ``run`` that begins; the data only where a state is saved."""
