@@ -27,11 +27,11 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
     """Return the class composed of ``base`` and a set of add-ons, whose order does not matter."""
     if base._is_addon:
         raise AddOnError(f"{base.__name__} is an add-on, not a trainer; write Task.add_on({base.__name__}, ...)")
-    named = [_resolve(base, add_on) for add_on in add_ons]
+    classes = [_resolve(base, add_on) for add_on in add_ons]
     root, present = recipe_of(base)
     add_ons_of_root = add_ons_of(root)  # Those that the user's own class derives from.
-    new = [a for a in named if not any(a in h.__mro__ for h in add_ons_of_root)]
-    kinds = _outermost_kinds([*present, *new])
+    further = [a for a in classes if not any(a in inherited.__mro__ for inherited in add_ons_of_root)]
+    kinds = _outermost_kinds([*present, *further])
     if not kinds:
         return root
     ordered = arrange(kinds)

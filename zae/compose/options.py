@@ -248,7 +248,7 @@ def _not_passed_on(cls: Any, name: str) -> str:
 def owners_of_options(cls: Any) -> dict[str, Any]:
     """Return the options of the add-ons that are known, with their owners."""
     owners: dict[str, Any] = {}
-    for add_on in _known_add_ons(cls):  # The last owner wins, so that a derived class of a user does not.
+    for add_on in _defined_add_ons(cls):  # The last owner wins, so that a derived class of a user does not.
         for klass in add_on.__mro__:
             if is_add_on(klass) or not is_trainer(klass):
                 owners |= dict.fromkeys(own_options(klass), add_on)
@@ -268,7 +268,7 @@ def _own_entry_points() -> list[metadata.EntryPoint]:
     return [point for point in points if point.dist is None or point.dist.name == "zae"]
 
 
-def _known_add_ons(cls: Any) -> list[Any]:
+def _defined_add_ons(cls: Any) -> list[Any]:
     """List the add-ons that are defined by now, zae's own last; only for errors, as it imports them."""
     root = classes_to_initialize(cls)[-1]
     installed = []

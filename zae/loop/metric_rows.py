@@ -26,13 +26,13 @@ class Metrics(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         near = _find(self, key)
         if near is None:
-            known = "none: no epoch (or no validation) has returned the monitored metric"
+            names = "none: no epoch (or no validation) has returned the monitored metric"
             if self:
-                known = f"{', '.join(self)}; use one of these"
+                names = f"{', '.join(self)}; use one of these"
             bare_names = [split_prefix(name)[1] for name in self]
             hint = did_you_mean(key, [*bare_names, *self])
             available = f"{hint} Available" if hint else "; available"
-            raise MonitorError(f"unknown metric {key!r}{available}: {known}")
+            raise MonitorError(f"unknown metric {key!r}{available}: {names}")
         return self[near]
 
     def __contains__(self, key: object) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["loader_of_epoch", "without_loop"]
 
 
-class _OwnLoop(Proxy):
+class _EpochLoader(Proxy):
     """A loader whose iteration begins the epoch, does after each step what is due there, and ends the epoch.
 
     So ``for batch in loader: self.run_batch(batch)`` logs, validates, saves and resumes as the default loop does. The
@@ -116,7 +116,7 @@ def loader_of_epoch(run: Run) -> Iterator[Any]:
         yield run.loader
         return
     run.activity.has_begun_epoch = False
-    loop = _OwnLoop(run, run.loader)
+    loop = _EpochLoader(run, run.loader)
     try:
         yield loop
     except BaseException as error:
@@ -127,4 +127,4 @@ def loader_of_epoch(run: Run) -> Iterator[Any]:
 
 def without_loop(loader: Any) -> Any:
     """Return the loader itself, for the default loop."""
-    return loader.passed if isinstance(loader, _OwnLoop) else loader
+    return loader.passed if isinstance(loader, _EpochLoader) else loader

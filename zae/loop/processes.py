@@ -136,7 +136,7 @@ class Processes:
     def local_shards(self) -> dict[str, Tensor]:
         """Return the tensors of which this rank holds a part, by the names that they have in a sharded checkpoint.
 
-        They are weights, and for each parameter what all of its slots in an optimizer begin with.
+        A weight has its own name. A parameter of an optimizer stands for its slots, whose names begin with this one.
         """
         from zae.checkpoint.encoding import name_of_place
 

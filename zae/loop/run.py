@@ -359,7 +359,7 @@ class Run:
         self.activity.has_begun_epoch = True
         self.activity.has_read_batch = False
         optimization.track(trainer.unwrap())  # Again: the model may have grown.
-        optimization.check_given()
+        optimization.check_present()
         optimization.warn_of_untrained(trainer.unwrap(), trainer.is_main)
         optimization.check_unreplaced()
         self._leave_epoch(wrapped_loader)

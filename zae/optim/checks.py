@@ -41,9 +41,10 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
         return
     _check_kinds("optimizer", optimizer, (Optimizer,))
     _check_kinds("scheduler", scheduler, (LRScheduler, ReduceLROnPlateau))
-    present = [entry for entry in as_dict(optimizer).values() if isinstance(entry, Optimizer)]
-    for name, part in as_dict(optimizer).items():
-        if isinstance(part, Optimizer):
+    parts = as_dict(optimizer)
+    objects = {name: part for name, part in parts.items() if isinstance(part, Optimizer)}
+    for name, part in parts.items():
+        if name in objects:
             check_parameters(label("optimizer", optimizer, name), part, model)
         elif part is getattr(torch.optim, "Muon", None) and any(
             p.requires_grad and p.ndim != 2 for p in model.parameters()
@@ -52,11 +53,11 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
                 f"{label('optimizer', optimizer, name)} is torch.optim.Muon, which is for matrices alone; write "
                 "optimizer={'muon': ..., 'adamw': ...}, functions of the model, with AdamW for the other parameters"
             )
-    check_disjoint({name: part for name, part in as_dict(optimizer).items() if isinstance(part, Optimizer)}, model)
+    check_disjoint(objects, model)
     for name, part in as_dict(scheduler).items():
         if not isinstance(part, (LRScheduler, ReduceLROnPlateau)):
-            optimizer_for(as_dict(optimizer), name)
-        elif present and not any(part.optimizer is optimizer for optimizer in present):
+            optimizer_for(parts, name)
+        elif objects and not any(part.optimizer is owner for owner in objects.values()):
             raise ConfigError(
                 f"{label('scheduler', scheduler, name)} ({type(part).__name__}) was made for another optimizer than "
                 f"the one given; make it from the same object: {type(part).__name__}(optimizer, ...)"
@@ -71,7 +72,7 @@ def check_scheduler_owners(schedulers: Mapping[str, Any], optimizers: Mapping[st
     for name, scheduler in schedulers.items():
         owner = getattr(scheduler, "optimizer", None)
         kind = type(scheduler).__name__
-        if not stepped or not isinstance(owner, Optimizer) or any(owner is known for known in optimizers.values()):
+        if not stepped or not isinstance(owner, Optimizer) or any(owner is part for part in optimizers.values()):
             continue
         if stepped.isdisjoint(map(id, parameters_of(owner))):
             raise ConfigError(

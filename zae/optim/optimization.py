@@ -116,7 +116,7 @@ class Optimization:
         optimizer_of = partial(optimizer_for, self.optimizers)
         return call_factories(self.scheduler, optimizer_of, LRScheduler, "scheduler", call)
 
-    def check_given(self) -> None:
+    def check_present(self) -> None:
         """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
         if self.optimizer is None:
             raise ConfigError("optimizer is None, and training needs one; give it to the trainer, or use mode='test'")

@@ -108,7 +108,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
             elif isinstance(value, (list, tuple)):
                 candidates += value
             for inner in candidates:
-                if isinstance(inner, Optimizer) and not any(inner is known for known in optimizers):
+                if isinstance(inner, Optimizer) and not any(inner is optimizer for optimizer in optimizers):
                     optimizers.append(inner)
     return optimizers
 

@@ -70,7 +70,7 @@ class Preview:
         if trainer.mode == "test":
             self.describe_evaluation()
             return page
-        trainer.optimization.check_given()
+        trainer.optimization.check_present()
         self.count_steps()
         self.simulate_schedules()
         page.logs_at = page.due(trainer.log_every)

@@ -72,7 +72,7 @@ def trial(trainer: Any, caller: str, *add_ons: Any) -> Any:
         raise ConfigError(
             f"{caller} trains a copy, and this trainer has mode='test'; write trainer.toggle('train') first"
         )
-    trainer.optimization.check_given()
+    trainer.optimization.check_present()
     if trainer.world_size > 1 or any(map(is_engine_slot, slots_of(type(trainer)))):
         raise ConfigError(
             f"{caller} works in one process, and {type(trainer).__name__} is for several; call it with the trainer "
