@@ -487,9 +487,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
         if self.mode == "test":
             Evaluation(self).record_batch(batch)
             return
-        if run.setup.watches_next_step:  # It calls this method again, with each hook watched.
+        if run.setup.watches_next_step:
             run.setup.watches_next_step = False
-            FirstStep(self).run_batch(batch)
+            # This method again, with some hooks watched; an override of it is called once.
+            FirstStep(self).run_batch(partial(Trainer.run_batch, self, batch))
             return
         run.activity.batch = batch
         self.on_step_begin(batch)

@@ -452,3 +452,27 @@ def test_an_idle_optimizer_is_named_where_its_weights_lie_in_parts(world: int) -
     assert len(idle) == (dist.get_rank() == 0)
     assert all("of optimizer 'b'" in each for each in idle)
     assert not said_by(make(Task, FSDPAddon))
+
+
+def test_an_own_run_batch_is_called_once_for_each_batch() -> None:
+    """The first step is watched within it: what it changes of the batch is changed once."""
+
+    class Scales(Task):
+        count = 0
+
+        def run_batch(self, batch: Any) -> None:
+            self.count += 1
+            super().run_batch(2 * batch)
+
+    def train(task: Any, batches: list[torch.Tensor]) -> Any:
+        model = nn.Linear(3, 1)
+        trainer = task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), log_bar=False)
+        trainer.run(1, batches)
+        return trainer
+
+    torch.manual_seed(0)
+    scaled = train(Scales, BATCHES)
+    torch.manual_seed(0)
+    by_hand = train(Task, [2 * batch for batch in BATCHES])
+    assert scaled.count == len(BATCHES)
+    assert torch.equal(scaled.model.weight, by_hand.model.weight)

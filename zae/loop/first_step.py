@@ -49,11 +49,11 @@ class FirstStep:
         self._trainer = trainer
         self._calls: list[str] = []
 
-    def run_batch(self, batch: Any) -> None:
+    def run_batch(self, make_step: Callable[[], None]) -> None:
         """Make the step, with some of its hooks watched."""
         trainer = self._trainer
         with self._watch():
-            type(trainer).run_batch(trainer, batch)
+            make_step()
         check_properties(trainer)
         self._warn_of_modules_beside()
         report_not_numbers(trainer.current_run, trainer.log_train, "train_step")
