@@ -33,7 +33,10 @@ def check_composition(cls: TrainerMeta) -> None:
     """Refuse a class whose add-ons are incompatible or in the wrong order."""
     add_ons = add_ons_of(cls)
     check_set(add_ons, cls)
-    _check_collisions(cls)
+    *outside, trainer = classes_to_initialize(cls)
+    classes = [klass for klass in outside if "_partial" not in klass.__dict__]
+    _check_collisions(cls, classes, trainer)
+    _check_replaced(cls, classes)
     _check_order(cls, [klass for klass in cls.__mro__ if klass in add_ons])
 
 
@@ -108,20 +111,18 @@ def _check_order(cls: TrainerMeta, mixed: list[Any]) -> None:
 # -------------------------------------------------------------------------------------- the names of a class
 
 
-def _check_collisions(cls: Any) -> None:
-    """Refuse a name that two unrelated classes both define, and a hook that one class replaces over another."""
-    *outside, root = classes_to_initialize(cls)
+def _check_collisions(cls: Any, classes: list[Any], trainer: Any) -> None:
+    """Refuse a name that two unrelated classes outside of Trainer both define."""
     names = {klass: _own_names(klass) for klass in cls.__mro__ if is_trainer(klass) or klass.__module__ != "builtins"}
-    mro = [klass for klass in outside if "_partial" not in klass.__dict__]
     core: set[str] = set()
-    for klass in root.__mro__:
+    for klass in trainer.__mro__:
         core.update(klass.__dict__)
     declared: set[str] = set()  # Attributes of AddOnBase: every add-on may set its own.
     for klass in cls.__mro__:
         if is_base(klass):
             declared.update(names[klass])
     owners: dict[str, Any] = {}
-    for klass in mro:
+    for klass in classes:
         for name in names[klass]:
             outer = owners.setdefault(name, klass)
             count = is_add_on(outer) + is_add_on(klass)
@@ -132,22 +133,24 @@ def _check_collisions(cls: Any) -> None:
             if any(name in names.get(c, ()) for c in outer.__mro__ if c in klass.__mro__):
                 continue  # Both inherit it from one base.
             value = outer.__dict__.get(name)
-            if is_marked(value, "__replaces__") or mentions_super(value):
-                continue
-            remedy = f"rename it in {klass.__name__ if is_add_on(outer) else outer.__name__}"
-            if is_marked(klass.__dict__.get(name), "__replaces__"):  # It is there to be overridden.
-                remedy = f"mark {outer.__name__}.{name} with @zae.replaces, or call super().{name}(...) in it"
-            raise AddOnConflict(
-                f"{outer.__name__} and {klass.__name__} both define {name!r}, and one would overwrite the other; "
-                f"{remedy}"
-            )
-    _check_replaced(cls, mro)
+            if not is_marked(value, "__replaces__") and not mentions_super(value):
+                raise _collision(outer, klass, name)
 
 
-def _check_replaced(cls: Any, mro: list[Any]) -> None:
+def _collision(outer: Any, inner: Any, name: str) -> AddOnConflict:
+    """Return the error for a name that both of these classes define."""
+    remedy = f"rename it in {inner.__name__ if is_add_on(outer) else outer.__name__}"
+    if is_marked(inner.__dict__.get(name), "__replaces__"):  # It is there to be overridden.
+        remedy = f"mark {outer.__name__}.{name} with @zae.replaces, or call super().{name}(...) in it"
+    return AddOnConflict(
+        f"{outer.__name__} and {inner.__name__} both define {name!r}, and one would overwrite the other; {remedy}"
+    )
+
+
+def _check_replaced(cls: Any, classes: list[Any]) -> None:
     """Refuse an add-on that replaces a hook which a class inside of it overrides too."""
     replaced: set[str] = set()
-    for klass in mro:
+    for klass in classes:
         if is_add_on(klass):
             replaced.update(name for name, value in klass.__dict__.items() if is_marked(value, "__replaces__"))
     if not replaced:  # Most classes: their hooks need not be listed.
@@ -155,7 +158,7 @@ def _check_replaced(cls: Any, mro: list[Any]) -> None:
     for name in hooks_of(cls):
         if name not in replaced:
             continue
-        holders = [klass for klass in mro if name in klass.__dict__ and not is_base(klass)]
+        holders = [klass for klass in classes if name in klass.__dict__ and not is_base(klass)]
         for index, outer in enumerate(holders):
             value = outer.__dict__[name]
             if not is_add_on(outer) or not is_marked(value, "__replaces__") or mentions_super(value):
