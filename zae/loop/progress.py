@@ -13,14 +13,7 @@ import numpy as np
 from zae.arguments import Count, CountOrZero, check_argument
 from zae.errors import CheckpointMismatch, ConfigError
 
-__all__ = [
-    "NO_LIMIT",
-    "SIGNALED",
-    "TIME_IS_UP",
-    "Every",
-    "ProgressChecker",
-    "RunCalls",
-]
+__all__ = ["NO_LIMIT", "SIGNALED", "TIME_IS_UP", "Every", "ProgressChecker", "RunCalls"]
 
 _log = logging.getLogger("zae")
 NO_LIMIT = sys.maxsize

@@ -16,13 +16,7 @@ from zae.optim import parameters_of
 from zae.optim.factories import as_dict, check_parameters, label, optimizer_for
 from zae.values.walk import owners_of_user
 
-__all__ = [
-    "check_closures",
-    "check_disjoint",
-    "check_optimizers",
-    "check_scheduler_owners",
-    "needs_closure",
-]
+__all__ = ["check_closures", "check_disjoint", "check_optimizers", "check_scheduler_owners", "needs_closure"]
 
 _ARGUMENT = {"optimizer": "parameters", "scheduler": "optimizer"}  # What a factory of each is called with.
 _PUBLIC = {"optimizer": torch.optim, "scheduler": torch.optim.lr_scheduler}
