@@ -19,24 +19,17 @@ from torch.optim import Optimizer
 
 from zae.null_context import NULL_CONTEXT
 
-__all__ = [
-    "begin_training",
-    "both_weights",
-    "evaluation_weights",
-    "has_modes",
-    "treat_as_evaluation",
-    "treat_as_training",
-]
-
-
-def has_modes(optimizer: Any) -> bool:
-    """Return whether an optimizer evaluates with other weights than it trains with: it has ``train`` and ``eval``."""
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+__all__ = ["begin_training", "both_weights", "evaluation_weights", "treat_as_evaluation", "treat_as_training"]
 
 
 def _with_modes(optimizers: Mapping[str, Any]) -> list[Any]:
-    """List the optimizers that have modes."""
-    return [optimizer for optimizer in optimizers.values() if isinstance(optimizer, Optimizer) and has_modes(optimizer)]
+    """List the optimizers that evaluate with other weights than they train with: they have ``train`` and ``eval``."""
+    with_modes = []
+    for optimizer in optimizers.values():
+        methods = [getattr(optimizer, name, None) for name in ("train", "eval")]
+        if isinstance(optimizer, Optimizer) and all(map(callable, methods)):
+            with_modes.append(optimizer)
+    return with_modes
 
 
 def begin_training(optimizers: Mapping[str, Any]) -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "device_of",
     "difference",
     "has_hooks",
-    "has_own_loading",
     "like_parameter_layout",
     "load_optimizer_state",
     "match_layout",
@@ -64,7 +63,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
         handles.append(part.register_load_state_dict_pre_hook(exact.take))
         handles.append(part.register_load_state_dict_post_hook(exact.put, prepend=True))
     # Code of its own class may change in place what it gets.
-    own_values = copy.deepcopy(dict(state)) if has_own_loading(optimizer) else dict(state)
+    own_values = copy.deepcopy(dict(state)) if _has_own_loading(optimizer) else dict(state)
     try:
         optimizer.load_state_dict(own_values)
     finally:
@@ -314,7 +313,7 @@ def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     yield from leaves_of({**other_entries, "state": named}, "optimizer")
 
 
-def has_own_loading(optimizer: Optimizer) -> bool:
+def _has_own_loading(optimizer: Optimizer) -> bool:
     """Return whether code of a class other than torch's loads the state of an optimizer, or of one that it wraps."""
     return any(type(part).load_state_dict is not _LOAD for part in with_inner(optimizer))
 
