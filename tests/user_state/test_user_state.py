@@ -1049,6 +1049,40 @@ def test_several_calls_of_run(tmp_path: Path) -> None:
         assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
+@pytest.mark.parametrize("steps", [3, 6, 9], ids=["within an epoch", "at its end", "within the second"])
+@pytest.mark.parametrize("same_loader", [True, False])
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_draws_between_two_calls_of_run(own_stream: bool, same_loader: bool, steps: int, tmp_path: Path) -> None:
+    """They count for the call that follows them, also where the newest checkpoint is of the end of the call before."""
+
+    class Ended(Exception):
+        pass
+
+    def script(folder: str, ends_after: int = 9) -> Any:
+        def loader() -> Any:
+            generator = torch.Generator().manual_seed(3) if own_stream else None
+            return DataLoader(torch.cat(INPUTS), batch_size=6, shuffle=True, generator=generator)
+
+        trainer = build(Task, tmp_path / folder)
+        loaders = [loader(), loader(), loader()]
+        for call in range(3):
+            trainer.run(2, loaders[0 if same_loader else call], max_steps=steps)
+            if call == ends_after:
+                raise Ended
+            torch.rand(3)
+            if own_stream and steps == 6:  # Within an epoch its loader's own stream goes on from the checkpoint.
+                torch.rand(3, generator=loaders[0].generator)
+        return weights(trainer), torch.rand(1)
+
+    straight, number = script("straight")
+    for call in range(2):
+        with pytest.raises(Ended):
+            script(f"ended after {call}", call)
+        resumed, again = script(f"ended after {call}")
+        assert all(torch.equal(resumed[name], straight[name]) for name in straight), call
+        assert torch.equal(number, again), call
+
+
 @pytest.mark.parametrize("limits", [(None,), (2, None), (6, None), (None, None), (2, 2)], ids=str)
 def test_what_the_end_of_a_run_counts_is_counted_once(limits: Any, tmp_path: Path) -> None:
     """A run that is resumed, also a finished one, ends again: what its end changed before is not in the state."""

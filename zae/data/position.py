@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["LoaderPosition"]
 
 _log = logging.getLogger("zae")
-_NOT_SAVED = ("may_reshard", "is_of_another", "is_rewound")
-"""What a loaded state has beside what was saved: how it was loaded, that the run has another loader, and that its
-streams were restored before the hooks that begin the epoch."""
+_OF_PROCESS = ("is_restored", "is_rewound")
+"""What this process has done with a loaded state: it has restored the global random streams as a call of ``run`` began,
+and the streams of the loader before the hooks that begin the epoch."""
+_NOT_SAVED = ("may_reshard", "is_of_another", *_OF_PROCESS)
+"""What a loaded state has beside what was saved: how it was loaded, and that the run has another loader."""
 
 
 class LoaderPosition:
@@ -77,7 +79,8 @@ class LoaderPosition:
         """Leave the loader out, which may not be picklable: a copy resumes as after loading this state."""
         twin = self.fresh()
         if self.loader is not None or self._loaded is not None:
-            twin.load_state_dict(self._loaded or self.state_dict())
+            state = self._loaded or self.state_dict()
+            twin.load_state_dict({key: value for key, value in state.items() if key not in _OF_PROCESS})
         return vars(twin)
 
     @property
@@ -210,15 +213,26 @@ class LoaderPosition:
         state = self._continued_state
         if state is not None:
             self._values.put_back(loader, state["present"])
-        if self._loaded is not None and not trainer.progress_checker.epoch_batch:
+        is_between_epochs = not trainer.progress_checker.epoch_batch
+        if self._loaded is not None and is_between_epochs and "is_rewound" not in self._loaded:
             # What these hooks draw, or seed, counts for the epoch as well.
             LoaderStreams(loader, self._values).rewind(self._loaded["present"], with_values=False)
             self._loaded = {**self._loaded, "is_rewound": True}
 
     def restore_random(self) -> None:
-        """Restore the global random streams, from which a resume itself may have drawn."""
-        if self._loaded is not None:
-            random_state.restore(self._loaded["present"]["random"])
+        """Restore the global random streams, from which a resume itself may have drawn.
+
+        Where the call of ``run`` before has restored them, and has trained nothing, the streams go on from what the
+        script has drawn between the two.
+        """
+        if self._loaded is None:
+            return
+        present = self._loaded["present"]
+        if "is_restored" in self._loaded:
+            self._loaded["present"] = {**present, "random": random_state.capture()}
+        else:
+            random_state.restore(present["random"])
+            self._loaded["is_restored"] = True
 
     def start_next_epoch(self, used_in_all: int) -> None:
         """Begin the next epoch at its first batch; so many batches were used before it."""

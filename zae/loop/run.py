@@ -259,7 +259,8 @@ class Run:
         self.continuation.note_begin(is_new_call)
         trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
         # Last: what is above may have drawn from the global streams, a sampler as it is made for instance.
-        trainer.loader_position.restore_random()
+        if not calls.must_replay:  # Else the state is of a later call.
+            trainer.loader_position.restore_random()
 
     def _check_schedules(self) -> None:
         """Refuse schedules that do not fit this call, and warn of schedules that probably do not."""
