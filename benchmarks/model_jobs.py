@@ -250,7 +250,7 @@ def saves(count: int) -> Iterator[dict[str, float]]:
     from lightning.fabric import Fabric
 
     from zae.addons import StateManagerAddon
-    from zae.loop.progress import Every
+    from zae.loop.cadence import Every
 
     with tempfile.TemporaryDirectory(prefix=".models-", dir=Path.cwd()) as name:
         folder = Path(name)

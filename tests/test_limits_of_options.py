@@ -21,7 +21,7 @@ from zae.arguments import Count, CountOrZero, Interval, NonNegative, Seed, check
 from zae.errors import ZaeError
 
 if TYPE_CHECKING:
-    from zae.loop.progress import Every
+    from zae.loop.cadence import Every
 
 
 class Side(enum.StrEnum):

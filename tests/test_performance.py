@@ -24,7 +24,7 @@ from zae.addons import (
 )
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.loggers.tensorboard_logger import TensorBoardLoggerAddon
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 
 ROOT = Path(__file__).resolve().parent.parent
 EIGHT = (AMPAddon, EarlyStoppingAddon, GradientAccumulationAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon,

@@ -25,8 +25,8 @@ from zae.errors import OptionError as OptionError
 from zae.errors import StepError as StepError
 from zae.errors import TaskError as TaskError
 from zae.errors import ZaeError as ZaeError
+from zae.loop.cadence import Every as Every
 from zae.loop.metric_rows import MetricsDict as MetricsDict
-from zae.loop.progress import Every as Every
 from zae.loop.progress import ProgressChecker as ProgressChecker
 from zae.trainer import Trainer as Trainer
 from zae.tuning.batch_size import find_batch_size as find_batch_size

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_marked, owners_of
 from zae.compose.options import own_options
 from zae.display.text import terminal_columns, wrapped
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 
 __all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "shown_option"]
 

@@ -41,6 +41,7 @@ from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.errors import ConfigError, TaskError
+from zae.loop.cadence import Every
 from zae.loop.epoch_log import EpochLog, plain_numbers
 from zae.loop.evaluation import Evaluation, evaluated_model, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
@@ -50,7 +51,7 @@ from zae.loop.metric_rows import Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.own_loop import loader_of_epoch, without_loop
 from zae.loop.processes import Processes
-from zae.loop.progress import Every, ProgressChecker
+from zae.loop.progress import ProgressChecker
 from zae.loop.run import Run
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
 from zae.loop.user_state import UserState

@@ -24,7 +24,7 @@ from zae.loop.metric_rows import split_prefix
 from zae.loop.progress import NO_LIMIT
 
 if TYPE_CHECKING:
-    from zae.loop.progress import Every
+    from zae.loop.cadence import Every
 
 __all__ = [
     "CallbackArguments",

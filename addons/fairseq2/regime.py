@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from zae.addon import AddOnBase
 from zae.errors import ConfigError
-from zae.loop.progress import NO_LIMIT, Every
+from zae.loop.cadence import Every
+from zae.loop.progress import NO_LIMIT
 from zae.loop.step_output import StepOutput
 
 __all__ = ["AnyOf", "RegimeAddon", "any_of", "every_of"]

@@ -19,7 +19,7 @@ from zae.compose.converted_arguments import ConvertedArgumentsBase
 from zae.compose.introspect import add_ons_of
 from zae.distributed.mesh import DATA
 from zae.errors import ConfigError
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 
 __all__ = ["ConvertedArguments", "from_arguments"]
 

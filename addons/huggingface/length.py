@@ -11,7 +11,8 @@ from typing import Any
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value
 from zae.errors import ConfigError
-from zae.loop.progress import Every, ProgressChecker
+from zae.loop.cadence import Every
+from zae.loop.progress import ProgressChecker
 
 __all__ = ["NEVER", "EveryAnd", "convert_evaluation", "convert_length", "cut_at", "steps_of", "train"]
 

@@ -26,7 +26,7 @@ from zae.compose.converted_arguments import ConvertedArgumentsBase, Report
 from zae.compose.introspect import slots_of
 from zae.compose.options import options_of
 from zae.errors import ConfigError
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 
 __all__ = ["ConvertedArguments", "EveryAnd", "Report", "from_arguments"]
 

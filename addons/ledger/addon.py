@@ -33,7 +33,7 @@ from zae.compose.introspect import add_ons_of
 from zae.data.loaders import Proxy, length_of
 from zae.distributed import shards
 from zae.errors import ConfigError
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 from zae.loop.step_output import loss_numbers
 from zae.trainer import Trainer
 from zae.values.hashes import fingerprint

@@ -37,7 +37,8 @@ from zae.checkpoint.tensor_bytes import DTYPES
 from zae.checkpoint.tensor_files import parse_format
 from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, MonitorError
-from zae.loop.progress import SIGNALED, Every
+from zae.loop.cadence import Every
+from zae.loop.progress import SIGNALED
 from zae.loop.rank_states import RankStates, load_from_file
 from zae.model.weights import named_parameters
 

@@ -11,7 +11,8 @@ from zae.addons.state_manager.checkpointer import Checkpointer
 from zae.addons.state_manager.retention import Retention
 from zae.checkpoint.group import Group
 from zae.errors import CheckpointError, ConfigError
-from zae.loop.progress import Every, ProgressChecker
+from zae.loop.cadence import Every
+from zae.loop.progress import ProgressChecker
 
 __all__ = ["WeightFiles"]
 

@@ -17,7 +17,7 @@ from zae.addons import (
 )
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.loggers.tensorboard_logger import TensorBoardLoggerAddon
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 
 NAME = "zae, eight add-ons and the bar"
 TERMINAL = True

@@ -16,7 +16,8 @@ from zae.data.batch_limits import BatchLimits
 from zae.data.loader_checks import check_loader, check_repeatable
 from zae.data.loaders import length_of
 from zae.errors import ConfigError, LoaderError
-from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
+from zae.loop.cadence import Every
+from zae.loop.progress import NO_LIMIT, ProgressChecker
 from zae.optim.schedule_checks import Span
 
 if TYPE_CHECKING:

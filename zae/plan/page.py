@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from zae.display.text import number, terminal_columns, wrapped
-from zae.loop.progress import Every
+from zae.loop.cadence import Every
 
 __all__ = ["RunPreview"]
 
