@@ -475,6 +475,27 @@ def test_what_a_hook_that_begins_an_epoch_does_is_done_once_an_epoch(name: str, 
         assert_resumes(lambda: Task, tmp_path / "callback", **options)
 
 
+def equal_layers() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def swap_layers(trainer: Any) -> None:
+    layers = trainer.unwrap()
+    layers[0], layers[2] = layers[2], layers[0]
+
+
+def swap_weights(trainer: Any) -> None:
+    first, _, second, _ = trainer.unwrap()
+    first.weight, second.weight = second.weight, first.weight
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "run_epoch"])
+@pytest.mark.parametrize("act", [swap_layers, swap_weights])
+def test_layers_that_change_places_as_an_epoch_begins(act: Callable[[Any], None], hook: str, tmp_path: Path) -> None:
+    """Each keeps its weights and its momenta: those of the optimizer were put back to the other one."""
+    assert_resumes(lambda: task_with(hook, act), tmp_path, equal_layers, epochs=3, stops=(2, 6, 9))
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", ["rate", "schedule", "weights"])
 def test_what_a_hook_changes_as_a_run_begins_is_named(

@@ -59,6 +59,7 @@ class UserState:
         self._set_by_loads: set[Name] = set()  # What optimizers have set that load a state of their own.
         self._snapshot: Mapping[str, Any] | None = None
         self._tensors: dict[str, Tensor] = {}  # Copies of those of the model.
+        self._parameters: dict[str, nn.Parameter] = {}  # Those of the model themselves.
         self._optimizers: list[tuple[Any, dict[str, Any]]] = []  # And schedules, with copies of their states.
         self._loaded: object = None  # The marks of what was loaded, over on_run_begin.
         # What was kept before a validation, or before on_run_end.
@@ -114,6 +115,7 @@ class UserState:
         if _calls_user(type(trainer), "on_epoch_begin", "run_epoch"):
             # What was loaded of the model as well: a hook may begin a buffer anew.
             self._tensors = {name: _kept(tensor) for name, tensor in _tensors_of(trainer).items()}
+            self._parameters = dict(trainer.unwrap().named_parameters())
             # A guard that goes back within the call may set another rate as the epoch begins.
             if not trainer.current_run.continuation.has_returned:
                 for part in (*trainer.optimizers.values(), *trainer.schedulers.values()):
@@ -128,6 +130,7 @@ class UserState:
         if snapshot is None:
             self._changes.note(_walk(trainer, self._changes))
             return
+        self._put_in_their_places(trainer.unwrap())
         self._put_back(trainer, snapshot)
         tensors = _tensors_of(trainer)  # A hook may have set others in their places.
         for name in tensors.keys() & self._tensors.keys():
@@ -139,9 +142,18 @@ class UserState:
                 load_optimizer_state(part, state) if isinstance(part, Optimizer) else part.load_state_dict(state)
         self._forget_held()
 
+    def _put_in_their_places(self, model: nn.Module) -> None:
+        """Undo that a hook has let parameters change places: the state has weights and moments by name."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for name, parameter in dict(model.named_parameters()).items():
+            if names.get(id(parameter), name) != name and name in self._parameters:
+                path, _, key = name.rpartition(".")
+                setattr(model.get_submodule(path), key, self._parameters[name])
+
     def _forget_held(self) -> None:
         self._snapshot = None
         self._tensors = {}
+        self._parameters = {}
         self._optimizers = []
 
     def keep(self, trainer: Trainer) -> None:
