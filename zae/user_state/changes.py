@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from zae.user_state.marks import mark_of
-from zae.user_state.owners import MAX_PLACES, STATE, Place, Walk, can_have
+from zae.user_state.owners import MAX_PLACES, STATE, Place, Walk, can_have, is_of_user
 from zae.user_state.values import PLAIN, Absent, Maker, Name, NotSaved, Packer, fill, same_kind
 
 __all__ = ["Changes"]
@@ -153,9 +155,16 @@ class Changes:
         }
 
     def _removed(self, walk: Walk) -> list[list[str]]:
-        """Return the attributes that owners had as the run began, and have no more."""
+        """Return the attributes that owners had as the run began, and have no more.
+
+        A module of a library that has taken the place of another one has other settings, which are its own.
+        """
         gone = [name for name in self._beginnings if name not in walk.places and name[0] in walk.owners]
-        return sorted([owner, key] for owner, key in gone if key not in walk.owners[owner].store)
+        return sorted(
+            [path, key]
+            for path, key in gone
+            if key not in walk.owners[path].store and not _is_of_library(walk.owners[path].object)
+        )
 
     # ------------------------------------------------------------------------------------------------- putting back
 
@@ -310,6 +319,11 @@ def _shown(name: Name) -> str:
     """Return a name as a class of the user writes it."""
     text = ".".join(name)
     return "self" + text.removeprefix("task") if text.startswith("task.") else text
+
+
+def _is_of_library(owner: object) -> bool:
+    """Return whether an owner is a module that is looked at for its settings alone."""
+    return isinstance(owner, nn.Module) and not is_of_user(type(owner))
 
 
 def _reference(value: Any) -> Callable[[], Any]:

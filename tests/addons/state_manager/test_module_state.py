@@ -365,6 +365,25 @@ def test_a_module_that_training_has_replaced_is_named_before_it_trains(
     assert "had replaced" not in caplog.text
 
 
+class Dropping(Net):
+    """Has a layer with settings that the one in its place lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Dropout(0.1)
+
+
+class Ceases(Changing):
+    def change(self, model: Any) -> None:
+        model.act = nn.Identity()
+
+
+def test_a_dropout_that_training_has_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(tmp_path, Dropping, Ceases).run(2, loader())
+    build(tmp_path, Dropping, Ceases).run(3, loader())
+    assert "model.act was Identity and is Dropout. This run differs" in caplog.text
+
+
 def test_a_layer_that_came_with_weights_is_refused_by_name(tmp_path: Path) -> None:
     build(tmp_path, Net, Adds).run(2, loader())
     with pytest.raises(Exception, match=r"head\.1\.weight"):
