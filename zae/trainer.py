@@ -429,7 +429,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             self.on_run_begin()
             run.resume()
             while run.has_more_epochs():
-                self.user_state.hold(self)
+                self.user_state.keep_over_epoch_hooks(self)
                 self.on_epoch_begin()
                 # on_epoch_begin may load a state, which may be of the end of the call.
                 if run.apply_pending_state() and not run.has_more_epochs():
@@ -440,7 +440,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
                 is_epoch_open = self.progress_checker.epoch_batch > 0
                 if not is_epoch_open and not run.continuation.is_due:
                     run.end_epoch()
-            self.user_state.keep(self)
+            self.user_state.keep_over_validation(self)
             self.on_run_end()
             self.user_state.release()
         return self.metrics

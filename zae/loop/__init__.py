@@ -10,7 +10,8 @@ look at the first ones.
 
 Evaluation: `validation` within a run, `evaluation` of any loader, and `predictions`.
 
-State: `trainer_state`, `addon_state`, `user_state`, `rank_states`, and `older_states` for those of older versions.
+State: `trainer_state`, `addon_state`, `user_state` with `loaded_parts`, `rank_states`, and `older_states` for those of
+older versions.
 
 `processes` is the base of Trainer, `run_view` what a display asks for, and `error_notes` says where an error was
 raised.

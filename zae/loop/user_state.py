@@ -6,37 +6,36 @@ of the loader, `zae.data.loader_values`. In the order of a run that is resumed:
 
     note_loaded      before on_run_begin: the weights, optimizers and schedules that were loaded are marked
     begin            after on_run_begin: the values are marked, and those of the state put back
-    hold             before on_epoch_begin, where the resume continues an open epoch: all of them are kept, since hooks
+    keep_over_epoch_hooks
+                     before on_epoch_begin, where the resume continues an open epoch: all of them are kept, since hooks
                      begin an epoch anew that was begun before
     open_epoch       right before the first batch: they are put back
-    keep             before a validation, and before on_run_end: what is saved until `release` is the state from
+    keep_over_validation
+                     before a validation, and before on_run_end: what is saved until `release` is the state from
                      before it, since a run that is resumed there makes it again
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zae.compose.introspect import is_add_on, slots_of
 from zae.compose.options import options_of
 from zae.data.loader_parts import LoaderParts
 from zae.errors import CheckpointMismatch
-from zae.optim.optimizer_state import load_optimizer_state, with_inner
-from zae.torch_private import unsaved_buffers
+from zae.loop.loaded_parts import LoadedParts, marks_of_loaded, tensors_of
+from zae.optim.optimizer_state import with_inner
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.owners import Walk, is_of_user, once_for_a_class
 from zae.user_state.values import Maker, Name, Packer
-from zae.values.walk import has_same_bits, is_of_zae, is_sharded, leaves_of, local_part, map_tensors
+from zae.values.walk import is_of_zae, is_sharded
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -57,13 +56,12 @@ class UserState:
         self._pending: Mapping[str, Any] | None = None  # A state that was loaded, and from which no call continues yet.
         self._continues = False  # Whether a state was put back in whose call of run the run goes on.
         self._set_by_loads: set[Name] = set()  # What optimizers have set that load a state of their own.
-        self._snapshot: Mapping[str, Any] | None = None
-        self._tensors: dict[str, Tensor] = {}  # Copies of those of the model.
-        self._parameters: dict[str, nn.Parameter] = {}  # Those of the model themselves.
-        self._optimizers: list[tuple[Any, dict[str, Any]]] = []  # And schedules, with copies of their states.
-        self._loaded: object = None  # The marks of what was loaded, over on_run_begin.
-        # What was kept before a validation, or before on_run_end.
-        self._snapshot_before: Mapping[str, Any] | None = None
+        self._marks_of_loaded: object = None  # Over on_run_begin.
+        # The values before the hooks that begin an open epoch again, and what was loaded beside them.
+        self._before_epoch: Mapping[str, Any] | None = None
+        self._loaded_parts: LoadedParts | None = None
+        # Those before a validation, or before on_run_end.
+        self._before_validation: Mapping[str, Any] | None = None
         self._modules: dict[str, str] | None = None  # The class of each module of the model, as the first run began.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,16 +76,16 @@ class UserState:
 
     def begin(self, trainer: Trainer, continues: bool) -> None:
         """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
-        if self._loaded is not None and self._loaded != _marks_of_loaded(trainer) and trainer.is_main:
+        if self._marks_of_loaded is not None and self._marks_of_loaded != marks_of_loaded(trainer) and trainer.is_main:
             _log.warning(
                 "on_run_begin has changed weights, a schedule or the settings of an optimizer after they were loaded, "
                 "so that this run differs from an uninterrupted one, in which it is called once: change them before "
                 "run(), or only where self.progress_checker.step == 0"
             )
-        self._loaded = None
-        self._snapshot_before = None
+        self._marks_of_loaded = None
+        self._before_validation = None
         walk = _walk(trainer, self._changes, is_begin=True)
-        packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, max_bytes=LARGE)
+        packer = Packer(tensors_of(trainer), walk.paths, trainer.device, copies=True, max_bytes=LARGE)
         self._changes.begin(walk, packer)
         if self._modules is None:
             self._modules = _classes_in(walk)
@@ -103,67 +101,41 @@ class UserState:
         """Mark what was loaded, where ``on_run_begin`` may change it."""
         continues = trainer.current_run.continuation.is_in_same_call and self._pending is not None
         if continues and _calls_user(type(trainer), "on_run_begin"):
-            self._loaded = _marks_of_loaded(trainer)
+            self._marks_of_loaded = marks_of_loaded(trainer)
 
-    def hold(self, trainer: Trainer) -> None:
+    def keep_over_epoch_hooks(self, trainer: Trainer) -> None:
         """Keep the values over the hooks that begin an epoch, where the epoch that goes on was begun before."""
         continues = self._continues
         self._continues = False
         if not continues or not trainer.progress_checker.epoch_batch:
             return
-        self._snapshot = self._read(trainer, copies=True)
+        self._before_epoch = self._read(trainer, copies=True)
         if _calls_user(type(trainer), "on_epoch_begin", "run_epoch"):
-            # What was loaded of the model as well: a hook may begin a buffer anew.
-            self._tensors = {name: _kept(tensor) for name, tensor in _tensors_of(trainer).items()}
-            self._parameters = dict(trainer.unwrap().named_parameters())
-            # A guard that goes back within the call may set another rate as the epoch begins.
-            if not trainer.current_run.continuation.has_returned:
-                for part in (*trainer.optimizers.values(), *trainer.schedulers.values()):
-                    state = part.state_dict()
-                    copies = {id(leaf): _kept(leaf) for _, leaf in leaves_of(state) if isinstance(leaf, Tensor)}
-                    self._optimizers.append((part, copy.deepcopy(state, copies)))
+            self._loaded_parts = LoadedParts(trainer)
 
     def open_epoch(self, trainer: Trainer) -> None:
         """Put back what was kept; else note what the hooks have changed."""
-        snapshot = self._snapshot
-        self._snapshot = None
-        if snapshot is None:
+        values = self._before_epoch
+        if values is None:
             self._changes.note(_walk(trainer, self._changes))
             return
-        self._put_in_their_places(trainer.unwrap())
-        self._put_back(trainer, snapshot)
-        tensors = _tensors_of(trainer)  # A hook may have set others in their places.
-        for name in tensors.keys() & self._tensors.keys():
-            if not _are_equal(tensors[name], self._tensors[name]):
-                with torch.no_grad():
-                    tensors[name].copy_(self._tensors[name])
-        for part, state in self._optimizers:
-            if not _are_equal(part.state_dict(), state):
-                load_optimizer_state(part, state) if isinstance(part, Optimizer) else part.load_state_dict(state)
-        self._forget_held()
+        if self._loaded_parts is not None:
+            self._loaded_parts.put_back(trainer)
+        self._put_back(trainer, values)
+        self._forget_epoch()
 
-    def _put_in_their_places(self, model: nn.Module) -> None:
-        """Undo that a hook has let parameters change places: the state has weights and moments by name."""
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for name, parameter in dict(model.named_parameters()).items():
-            if names.get(id(parameter), name) != name and name in self._parameters:
-                path, _, key = name.rpartition(".")
-                setattr(model.get_submodule(path), key, self._parameters[name])
+    def _forget_epoch(self) -> None:
+        self._before_epoch = None
+        self._loaded_parts = None
 
-    def _forget_held(self) -> None:
-        self._snapshot = None
-        self._tensors = {}
-        self._parameters = {}
-        self._optimizers = []
-
-    def keep(self, trainer: Trainer) -> None:
+    def keep_over_validation(self, trainer: Trainer) -> None:
         """Keep the values for what is saved until `release`; after a validation that a signal has ended, its own."""
-        if self._snapshot_before is None and "state" in slots_of(type(trainer)):
-            self._snapshot_before = self._read(trainer, copies=True)
+        if self._before_validation is None and "state" in slots_of(type(trainer)):
+            self._before_validation = self._read(trainer, copies=True)
 
     def release(self) -> None:
         """Forget them."""
-        self._snapshot_before = None
+        self._before_validation = None
 
     # --------------------------------------------------------------------------------------------- saving and loading
 
@@ -171,16 +143,16 @@ class UserState:
         """Return the values that have changed, and the gradients that are there between two steps."""
         if self._pending is not None:
             return dict(self._pending)
-        return dict(self._snapshot_before) if self._snapshot_before is not None else self._read(trainer)
+        return dict(self._before_validation) if self._before_validation is not None else self._read(trainer)
 
     def load_state_dict(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Take a state: it is put back when a call of ``run`` continues from it, and now where none is under way."""
         self._changes.note(_walk(trainer, self._changes))  # What has changed since is not taken for the script's.
         self._pending = dict(state)
-        self._snapshot_before = None
-        self._forget_held()
-        if self._loaded is not None:
-            self._loaded = _marks_of_loaded(trainer)
+        self._before_validation = None
+        self._forget_epoch()
+        if self._marks_of_loaded is not None:
+            self._marks_of_loaded = marks_of_loaded(trainer)
         if not trainer.current_run.is_call:
             self._put_back(trainer, state, self._set_by_loads)
 
@@ -202,7 +174,7 @@ class UserState:
     def _read(self, trainer: Trainer, copies: bool = False) -> dict[str, Any]:
         walk = _walk(trainer, self._changes)
         self._changes.note(walk)
-        tensors = _tensors_of(trainer)
+        tensors = tensors_of(trainer)
         packer = Packer(tensors, walk.paths, trainer.device, copies)
         state = self._changes.write(walk, packer, says=trainer.is_main)
         if trainer.current_run.activity.batch is None:  # Within a step they are on their way.
@@ -221,7 +193,7 @@ class UserState:
     def _put_back(self, trainer: Trainer, state: Mapping[str, Any], set_by_loads: Collection[Name] = ()) -> None:
         walk = _walk(trainer, self._changes)
         objects = {path: owner.object for path, owner in walk.owners.items()}
-        maker = Maker(_tensors_of(trainer), objects, trainer.device)
+        maker = Maker(tensors_of(trainer), objects, trainer.device)
         self._changes.put_back(walk, state, maker, set_by_loads, says=trainer.is_main)
         gradients = state.get("gradients", {})
         for name, parameter in trainer.unwrap().named_parameters():
@@ -306,19 +278,6 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
     return walk
 
 
-def _tensors_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the tensors that the state of the model has."""
-    tensors: dict[str, Tensor] = {}
-    visited: set[int] = set()
-    for path, module in trainer.unwrap().named_modules():
-        unsaved = unsaved_buffers(module)
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and name not in unsaved and id(tensor) not in visited:
-                visited.add(id(tensor))
-                tensors[f"{path}.{name}" if path else name] = tensor
-    return tensors
-
-
 def _classes_in(walk: Walk) -> dict[str, str]:
     """Return the class of each module of the model; of a lazy one that which its first forward gives it."""
     classes = {}
@@ -372,24 +331,6 @@ def _calls_user(cls: type, *hooks: str) -> bool:
         base for base in cls.__mro__ if not is_of_zae(base) or (is_add_on(base) and "on_epoch_begin" in vars(base))
     ]
     return any(hook in vars(base) for base in bases for hook in hooks)
-
-
-def _marks_of_loaded(trainer: Trainer) -> object:
-    """Return the marks of the weights, the schedules and the settings of the optimizers."""
-    settings = [optimizer.state_dict()["param_groups"] for optimizer in trainer.optimizers.values()]
-    schedules = [scheduler.state_dict() for scheduler in trainer.schedulers.values()]
-    return mark_of([*_tensors_of(trainer).values(), settings, schedules])
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, on the host where it is whole."""
-    is_whole = not (is_sharded(tensor) or tensor.is_meta)
-    return tensor.detach().to("cpu", copy=True) if is_whole else tensor.detach().clone()
-
-
-def _are_equal(value: Any, held: Any) -> bool:
-    """Return whether what this rank has of two values has the same bits."""
-    return has_same_bits(map_tensors(local_part, value), map_tensors(local_part, held))
 
 
 def _in_parts_of(parameter: Tensor, gradient: Tensor) -> Tensor:

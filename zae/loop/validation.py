@@ -27,7 +27,7 @@ def validate(run: Run, moment: str) -> None:
         progress.pending_validation = ""
         return
     progress.pending_validation = moment
-    trainer.user_state.keep(trainer)
+    trainer.user_state.keep_over_validation(trainer)
     # After a signal it stays pending, and is in the state that is saved: the resumed run begins with it.
     with suppress(EvaluationAborted):
         trainer.on_validation_begin()
