@@ -771,7 +771,6 @@ def test_a_resume_into_another_class_says_what_has_no_place(tmp_path: Path, capl
     assert "self.inner.mean (its object does not exist" in text
 
 
-@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize(
     ("owner", "key"),
     [

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -226,24 +226,38 @@ def check_user_state(state: Any) -> dict[str, Any]:
     return entries
 
 
-class _Options(dict[str, Any]):
+class _Options(MutableMapping[str, Any]):
     """The options of a trainer that are numbers, and that training may set: ``gradient_clip``, for instance.
 
-    No texts and no flags: a checkpoint of somebody else is not to choose a folder, or to permit something.
+    No texts and no flags: a checkpoint of somebody else is not to choose a folder, or to permit something. Nor is it a
+    dict, into which a state may put further names.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
         self._trainer = trainer
-        for name, is_of_class in _options_by_place(type(trainer)):
-            # Not by getattr alone: for an attribute that a trainer lacks it looks for the name that was meant.
-            value = getattr(trainer, name) if is_of_class or name in vars(trainer) else None
-            if type(value) in (int, float):
-                super().__setitem__(name, value)
+        # Not by getattr alone: for an attribute that a trainer lacks it looks for the name that was meant.
+        present = [
+            name for name, is_of_class in _options_by_place(type(trainer)) if is_of_class or name in vars(trainer)
+        ]
+        self._names = [name for name in present if type(getattr(trainer, name)) in (int, float)]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
         setattr(self._trainer, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("an option cannot be removed")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @once_for_a_class
